@@ -46,7 +46,7 @@ BY_NEED: dict[str, Sequence[str]] = {
         *("checkpoint_every_n_epochs", "warmup_steps", "clip_norm", "precision"),
     ),
     "Length of a fit": ("max_steps", "max_time_seconds", "steps_per_epoch", "fast_dev_run", "num_processes"),
-    "Samples": ("shuffle", "seed", "drop_last", "sharded_data"),
+    "Samples": ("shuffle", "seed", "drop_last", "sharded_data", "readers"),
     "Validation": (
         *("validation_freq", "validate_every_n_steps", "validate_every_n_minutes", "validation_batch_size"),
         *("validation_steps", "validation_stratify"),

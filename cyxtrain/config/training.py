@@ -105,7 +105,7 @@ def _is_profile(value: object) -> bool:
 
 _POSITIVE = (
     *("epochs", "batch_size", "effective_batch_size", "accumulation_steps", "steps_per_epoch", "max_steps"),
-    *("validation_steps", "validation_batch_size"),
+    *("validation_steps", "validation_batch_size", "readers"),
 )
 _LIMITS = ("a finite number above 0 or None", _are_limits)
 _MINUTES = ("a number of at least 0", lambda value: is_number(value) and 0 <= value < math.inf)
@@ -265,6 +265,10 @@ class DistributedTrainingConfig:
     samples."""
     load_best: bool = False
     """Load the weights of "best.ckpt" (`keep_best`) when the fit is complete."""
+    readers: int | None = None
+    """For data in parts (a function of `(reader, readers)`, an IterableDataset of Hugging Face, a pyarrow Dataset): how
+    many readers share them. They give the samples of each step in turn, on as many ranks as readers or fewer, and each
+    sample is read by one rank. None: data have no parts."""
 
     @property
     def has_own_epochs(self) -> bool:
@@ -331,6 +335,11 @@ class DistributedTrainingConfig:
             not self._validates_by_itself or self.validation_freq == 1,
             f"{owner}: validation_freq={self.validation_freq!r} and validate_every_n_steps or validate_every_n_minutes "
             "are set. The latter replace validations after epochs: set one.",
+        )
+        require(
+            self.readers is None or not self.sharded_data,
+            f"{owner}: readers={self.readers} and sharded_data=True are set. Readers share the data, and ranks that "
+            "have their own do not: set one.",
         )
         require(
             self.makes_checkpoints or self.keep_last == 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from typing_extensions import override
@@ -44,6 +44,7 @@ class Feed(ABC):
     effective_batch_size: int  # samples of a step, over all ranks; for a stream, as its first batch has them
     rows_at_once: int  # rows of a micro-batch
     is_over = False  # whether there will never be a step again
+    has_rank_states = False  # whether `rank_state` may return one
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -85,6 +86,13 @@ class Feed(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027
         """Load the state of a checkpoint into the data, before the fit resumes from it."""
+
+    def rank_state(self) -> dict[str, Any]:
+        """Return the state of this rank's data before the latest step, for a checkpoint."""
+        return {}
+
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:  # noqa: B027
+        """Load what the ranks of a checkpoint returned, before the fit resumes from it."""
 
     def single_row(self, *, together: bool = False) -> SingleRow | None:
         """Return a micro-batch of a single sample on any rank, if there is one; as `Sharding.single_row`."""

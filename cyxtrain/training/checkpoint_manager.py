@@ -7,6 +7,7 @@ import math
 import queue
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
@@ -56,6 +57,7 @@ class CheckpointManager:
         self._problem: Exception | None = None
         self._failing: object = None
         self._missing = 0
+        self._has_warned_of_data = False
         # The writing thread adds the files that are complete.
         self._complete: queue.SimpleQueue[Path] = queue.SimpleQueue()
         all_write = not self._config.save_on_master_only
@@ -184,6 +186,7 @@ class CheckpointManager:
 
     def gather(self, totals: MetricSums | None) -> None:
         """Average buffers; gather compression state and, within an epoch, what each rank has. All ranks call it."""
+        own: dict[str, Any] = {"sums": []}
         if totals is not None:
             own = {
                 "generators": generators_as_json(self._plan.data.placement.device),
@@ -193,6 +196,9 @@ class CheckpointManager:
                 "logged": self._logged.state(),
                 "stop": self._state.stop_training,
             }
+        feed = self._plan.feed
+        if totals is not None or (feed.has_rank_states and feed.position[1]):
+            own["data"] = self._state_of_data()
             ranks = self._world.gather_json(encode_tree(own, "rank"))
             self._state.set(ranks=[decode_tree(each) for each in ranks])
         self._ddp.sync_buffers()
@@ -201,6 +207,16 @@ class CheckpointManager:
             # Only a rank that may write a checkpoint needs it.
             compression = {}
         self._state.set(compression=compression)
+
+    def _state_of_data(self) -> Any:
+        """Return this rank's state of the data as JSON; warn once and return {} if no checkpoint can hold it."""
+        try:
+            return encode_tree(self._plan.feed.rank_state(), "the state_dict of X")
+        except CheckpointError as error:
+            if not self._has_warned_of_data:
+                warn(f"{error} A fit that resumes reads the data again.")
+            self._has_warned_of_data = True
+            return {}
 
     def after_epoch(self) -> None:
         """Save a completed epoch, with its validation and its entry in the history, if that is due."""

@@ -17,6 +17,8 @@ from cyxtrain.data.order import SeededOrder, order_of
 from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.data.sources.dataset_source import DatasetSource
 from cyxtrain.data.sources.fetching import SplitOverWorkers, needs_split
+from cyxtrain.data.sources.parts import Parts, is_arrow_dataset, no_parts, parts_of
+from cyxtrain.data.sources.readers import ReaderSource
 from cyxtrain.data.sources.source import Source
 from cyxtrain.data.sources.stateful import as_plain_loader
 from cyxtrain.data.sources.stream import StreamSource
@@ -39,7 +41,7 @@ def yields_batches(data: Any) -> bool:
     is_table = callable(getattr(data, "__array__", None))  # such as pandas'
     if is_table or isinstance(data, (Tensor, np.ndarray, Mapping, list, tuple, str, bytes, type)):
         return False
-    return isinstance(data, (DataLoader, Dataset, _Numbered, Iterable)) or callable(data)
+    return isinstance(data, (DataLoader, Dataset, _Numbered, Iterable)) or callable(data) or is_arrow_dataset(data)
 
 
 def open_source(
@@ -54,10 +56,13 @@ def open_source(
 ) -> Source:
     """Return a user's data as rows; a stream is likely to be read from epoch `number` on."""
     _refuse_several(inputs)
+    parts = _parts_to_read(inputs, config, world, trains=trains)
     if not yields_batches(inputs):
         return _open_arrays(inputs, targets, weights, is_divided=trains and bool(config.sharded_data))
     name = type(inputs).__name__
     _check_alone(inputs, targets, weights)
+    if parts is not None:
+        return ReaderSource(parts, config, number, world, trains=trains)
     if isinstance(inputs, DataLoader):
         return _open_loader(as_plain_loader(inputs), config, number, world)
     if isinstance(inputs, IterableDataset):
@@ -72,7 +77,24 @@ def open_source(
         tensors = _tensors(inputs)
         return DatasetSource(inputs, None, config) if tensors is None else ArraySource(*tensors)
     name = getattr(inputs, "__name__", name)
-    return StreamSource(_iterator_of(inputs), name, config, number, world, once=False, parts=[inputs])
+    return StreamSource(_iterable_of(inputs), name, config, number, world, once=False, parts=[inputs])
+
+
+def _parts_to_read(inputs: Any, config: DistributedTrainingConfig, world: World, *, trains: bool) -> Parts | None:
+    """Return data as parts that readers read, or None; raise ConfigError if they need `readers`, or have no parts."""
+    parts = parts_of(inputs, trains=trains)
+    if config.readers is not None:
+        if parts is None and trains:
+            raise no_parts(inputs, config.readers)
+        return parts
+    if parts is None or not parts.needs_readers:
+        return None
+    if trains:
+        raise ConfigError(
+            f"X is {parts.what}, which readers share: set readers, such as readers={max(8, world.size)}. Their number "
+            "decides which samples a step has, and must be at least the number of ranks."
+        )
+    return parts
 
 
 def _check_alone(inputs: Any, targets: Any, weights: Any) -> None:
@@ -125,19 +147,19 @@ def _are_pairs(inputs: Any) -> bool:
     return isinstance(first[0], (Tensor, np.ndarray)) and np.ndim(first[1]) == 0
 
 
-def _iterator_of(given: Any) -> Callable[[], Iterator[Any]]:
-    """Return a function that makes an iterator of batches, from an iterable or a function that returns one."""
+def _iterable_of(given: Any) -> Callable[[], Iterable[Any]]:
+    """Return a function that returns an iterable of batches: what is given, or what a function returns."""
     if isinstance(given, Iterable):
-        return lambda: iter(given)
+        return lambda: given
 
-    def begin() -> Iterator[Any]:
+    def begin() -> Iterable[Any]:
         made = given()
         if not isinstance(made, Iterable):
             raise ConfigError(
                 f"X is the function {getattr(given, '__name__', given)}, which returned a {type(made).__name__}: it "
                 "must return an iterable of batches, such as a generator."
             )
-        return iter(made)
+        return made
 
     return begin
 
@@ -180,7 +202,7 @@ def _stream_of(
     batches: Any = loader.batch_sampler
     parts = [loader, dataset, loader.sampler, batches, getattr(batches, "sampler", None)]
     return StreamSource(
-        lambda: iter(loader),
+        lambda: loader,
         name,
         config,
         number,

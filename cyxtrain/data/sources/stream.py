@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,72 +28,48 @@ from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors, sampled_hash
 from cyxtrain.data.batches.structure import dtypes_of, example_of, form_of, num_rows
 from cyxtrain.data.feed import DataInterruptedError, Feed, Place
-from cyxtrain.data.rng import GeneratorStates, begin_pass, generators_kept, generators_of
+from cyxtrain.data.sources.seeded import Saved, SeededIterator, resume_from
 from cyxtrain.data.sources.source import Source
-from cyxtrain.environment import loader_workers
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
 from cyxtrain.world.world import World
 
-_INTERRUPTED = -(1 << 40)  # read by a rank whose data cannot continue: below zero, whatever the others have
+INTERRUPTED = -(1 << 40)  # read by a rank whose data cannot continue: below zero, whatever the others have
 _OWN = 1  # `Place.order` if each rank has its own data
 
 
-class Pass:
-    """A pass through the batches of `make()`; its random generators, and its `parts`' own, are not training's."""
+class Pass(SeededIterator):
+    """A pass through batches."""
 
-    def __init__(
-        self, make: Callable[[], Iterator[Any]], parts: Sequence[Any], seed: int, number: int, rank: int
-    ) -> None:
-        self.number = number
-        self._seed = seed
-        self.num_read = 0  # batches with rows
-        self.is_numpy = False
-        self.left_out: list[str] = []
-        self.target_name: str | None = None
-        self._peeked: Rows | None = None
-        self._is_over = False
-        self._others = generators_of(parts)
-        with generators_kept(others=self._others):
-            begin_pass(parts, self._others, seed, number, rank)
-            self._batches = make()
-            # What the data draw next continues from here, whatever training draws meanwhile.
-            self._states = GeneratorStates(others=self._others)
+    num_read = 0  # batches with rows
+    is_numpy = False
+    left_out: Sequence[str] = ()
+    target_name: str | None = None
 
-    def seed(self, rank: int) -> None:
-        """Seed what the data draw from here on as a rank's own."""
-        with generators_kept(others=self._others):
-            begin_pass([], self._others, self._seed, self.number, rank)
-            self._states = GeneratorStates(others=self._others)
+    @override
+    def _rows(self, read: Sequence[Any]) -> Iterable[Rows]:
+        return [rows for rows in read if rows is not None]
 
     def peek(self) -> Rows | None:
         """Return the first batch, which stays the next one; None if there are no batches."""
-        self._peeked = self.read()
-        if self._peeked is not None:
+        found = self.read()
+        if found is not None:
             self.num_read -= 1
-        return self._peeked
+            self._ahead.append(found)
+        return found
 
     def read(self, own: Callable[[Tensor], Tensor] = torch.clone) -> Rows | None:
         """Return a copy of the next batch, made by `own`; None after the last one."""
-        if self._peeked is not None:
-            rows = self._peeked
-            self._peeked = None
+        if self._ahead:
             self.num_read += 1
+            rows: Rows = self._ahead.pop()
             return rows
-        with generators_kept(others=self._others):
-            self._states.restore()
-            try:
-                return self._read(own)
-            except loader_workers.DEATHS as error:
-                if loader_workers.may_end():
-                    raise DataInterruptedError from error
-                raise
-            finally:
-                self._states = GeneratorStates(others=self._others)
+        with self.drawing():
+            return self._read(own)
 
     def _read(self, own: Callable[[Tensor], Tensor]) -> Rows | None:
         if self._is_over:  # an iterator may begin anew after its end
             return None
-        for given in self._batches:
+        for given in self._items:
             rows = as_batch(given)
             if not num_rows(rows.inputs):
                 continue
@@ -128,12 +105,67 @@ def check_ends(world: World, num_read: int | None) -> None:
     )
 
 
-class StreamSource(Source):
+class FirstBatchSource(Source):
+    """Data of which only the first batch is known before they are read; messages call them `_what`."""
+
+    _what: str
+    _first: Rows | None  # the first batch on this rank, if it has one
+
+    @override
+    def summary(self) -> dict[str, Any]:
+        if self._first is None:
+            return {"kind": "batches", "form": None, "hash": None, "rows": 0, "numpy": False, "y": None}
+        values = [sampled_hash(tensor) for tensor in self._first.tensors()]
+        form = [form_of(part) for part in self._first]
+        rows = self.batch_size or num_rows(self._first.inputs)
+        own = {"rows": rows, "numpy": self.is_numpy, "y": self.target_name, "steps": self._limit}
+        return {"kind": "batches", "form": form, "hash": values, **own}
+
+    def _take_form(self, summaries: Sequence[Mapping[str, Any]]) -> None:
+        """Adapt to the first batch of any rank; raise ConfigError unless all ranks' batches are alike."""
+        ranks = [rank for rank, summary in enumerate(summaries) if summary["form"] is not None]
+        if not ranks:
+            raise ConfigError(f"the {self._what} gives no batch: there is nothing to do.")
+        first = summaries[ranks[0]]
+        expected = dtypes_of(first["form"])
+        for rank in ranks:
+            found = dtypes_of(summaries[rank]["form"])
+            if found != expected:
+                raise ConfigError(
+                    f"rank {rank} differs from rank {ranks[0]} in the first batch of its {self._what}: {found} on rank "
+                    f"{rank}, {expected} on rank {ranks[0]}. They must have the same parts, of the same types.",
+                    rank=rank,
+                )
+        self.target_name = first["y"]
+        # A rank without a batch makes an empty one of the same form.
+        self.example = self._first or Rows(*map(example_of, first["form"]))
+        self.is_numpy = any(summary["numpy"] for summary in summaries)
+
+    @override
+    def facts(self, name: str) -> dict[str, Any]:
+        return {f"the {name} data": dtypes_of([form_of(part) for part in self.example])}
+
+    def _numbers(self, share: BatchShare) -> Iterable[int]:
+        """Return the numbers of the batches that an evaluation reads on this rank: all, or up to a limit."""
+        if self._limit is None:
+            return itertools.count()
+        if self.is_shared:
+            return range(self._limit)
+        # The limit is over all ranks, each of which reads its own batches.
+        owned = range(share.slices.owned.start, self._limit, share.slices.count)
+        return range(len(owned))
+
+    @override
+    def num_batches(self, batch_size: int) -> int | None:
+        return None
+
+
+class StreamSource(FirstBatchSource):
     """Batches of `make()` from pass `number` on; messages call them `what`, and the header adds `note`."""
 
     def __init__(
         self,
-        make: Callable[[], Iterator[Any]],
+        make: Callable[[], Iterable[Any]],
         what: str,
         config: DistributedTrainingConfig,
         number: int,
@@ -159,8 +191,8 @@ class StreamSource(Source):
         self.left_out = self._begun.left_out
         self.target_name = self._begun.target_name
 
-    def _new_pass(self, number: int) -> Pass:
-        return Pass(self._make, self._parts, self._seed, number, self._seeded_as)
+    def _new_pass(self, number: int, saved: Saved | None = None) -> Pass:
+        return Pass(self._make, self._parts, self._seed, number, self._seeded_as, saved)
 
     @override
     def describe(self) -> str:
@@ -175,19 +207,8 @@ class StreamSource(Source):
         return f"{self._note}, each rank's own"
 
     @override
-    def summary(self) -> dict[str, Any]:
-        if self._first is None:
-            return {"kind": "batches", "form": None, "hash": None, "rows": 0, "numpy": False, "y": None}
-        values = [sampled_hash(tensor) for tensor in self._first.tensors()]
-        form = [form_of(part) for part in self._first]
-        rows = self.batch_size or num_rows(self._first.inputs)
-        own = {"rows": rows, "numpy": self.is_numpy, "y": self.target_name, "steps": self._limit}
-        return {"kind": "batches", "form": form, "hash": values, **own}
-
-    @override
     def reconcile(self, summaries: Sequence[Mapping[str, Any]], rank: int, *, sharded: bool | None) -> None:
-        first = self._first_with_batch(summaries)
-        self.target_name = first["y"]
+        self._take_form(summaries)
         is_same = all(summary["hash"] == summaries[0]["hash"] for summary in summaries)
         self.is_shared = is_same if sharded is None else not sharded
         if sharded is False:
@@ -196,28 +217,8 @@ class StreamSource(Source):
             if sharded is None and rank == 0:
                 self._warn_of_own_batches()
             self._seed_as(rank)
-        # A rank without a batch makes an empty one of the same form.
-        self.example = self._first or Rows(*map(example_of, first["form"]))
         self.batch_size = max(summary["rows"] for summary in summaries)
-        self.is_numpy = any(summary["numpy"] for summary in summaries)
         super().reconcile(summaries, rank, sharded=sharded)
-
-    def _first_with_batch(self, summaries: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-        """Return the first summary with a batch; raise ConfigError unless all ranks' batches are alike."""
-        ranks = [rank for rank, summary in enumerate(summaries) if summary["form"] is not None]
-        if not ranks:
-            raise ConfigError(f"the {self._what} gives no batch: there is nothing to do.")
-        first = ranks[0]
-        expected = dtypes_of(summaries[first]["form"])
-        for rank in ranks:
-            found = dtypes_of(summaries[rank]["form"])
-            if found != expected:
-                raise ConfigError(
-                    f"rank {rank} differs from rank {first} in the first batch of its {self._what}: {found} on rank "
-                    f"{rank}, {expected} on rank {first}. They must have the same parts, of the same types.",
-                    rank=rank,
-                )
-        return summaries[first]
 
     def _check_sizes(self, sizes: Sequence[int]) -> None:
         """Refuse shared batches of other sizes on some rank: ranks would divide different samples."""
@@ -247,11 +248,8 @@ class StreamSource(Source):
         if self.reads_once:
             self._begun.seed(rank)
         else:
+            self._begun.rewind()
             self._begun = self._new_pass(self._begun.number)
-
-    @override
-    def facts(self, name: str) -> dict[str, Any]:
-        return {f"the {name} data": dtypes_of([form_of(part) for part in self.example])}
 
     @override
     def feed(self, config: DistributedTrainingConfig, world: World) -> StreamFeed:
@@ -275,26 +273,14 @@ class StreamSource(Source):
 
         return on_device(own(), copier, prefetches=not self.reads_once)
 
-    def _numbers(self, share: BatchShare) -> Iterable[int]:
-        """Return the numbers of the batches that an evaluation reads on this rank: all, or up to a limit."""
-        if self._limit is None:
-            return itertools.count()
-        if self.is_shared:
-            return range(self._limit)
-        # The limit is over all ranks, each of which reads its own batches.
-        owned = range(share.slices.owned.start, self._limit, share.slices.count)
-        return range(len(owned))
-
-    @override
-    def num_batches(self, batch_size: int) -> int | None:
-        return None
-
     def begin_pass(self, number: int) -> Pass:
         """Return a pass from its beginning; raise ConfigError if the data were read and can be read only once."""
         begun = self._begun
         self._begun = None
         if begun is not None and (begun.number == number or self.reads_once):
             return begun
+        if begun is not None:
+            begun.rewind()
         if self.reads_once:
             raise ConfigError(
                 f"the {self._what} gives its batches only once, and they were read: pass the function that makes it, "
@@ -302,28 +288,157 @@ class StreamSource(Source):
             )
         return self._new_pass(number)
 
+    def resumed_pass(self, number: int, saved: Saved, read: Callable[[Pass], object]) -> tuple[Pass | None, str]:
+        """Return a pass from a saved state, after `read` has read a step; otherwise None, and why not."""
+        first = self._begun
+        self._begun = None
+        found, problem = resume_from(saved, lambda: self._new_pass(number, saved), read)
+        if found is None and first is not None:
+            first.rewind()
+        return found, problem
 
-class StreamFeed(Feed):
-    """The batches of a stream, in passes that continue over epochs as in a `RowFeed`."""
 
-    def __init__(self, source: StreamSource, config: DistributedTrainingConfig, world: World) -> None:
-        self._source = source
+class PassFeed(Feed):
+    """Data without a known end, in passes that continue over epochs as in a `RowFeed`."""
+
+    has_rank_states = True
+
+    def __init__(self, config: DistributedTrainingConfig, world: World, *, reads_once: bool) -> None:
         self._world = world
+        self._reads_once = reads_once
         self._endless = config.steps_per_epoch is not None
         ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps
-        self._ends_once = source.reads_once and (self._endless or ends_by_steps)
-        ends_early = self._endless or ends_by_steps or bool(config.fast_dev_run)
-        self._check_settings(config, ends_early=ends_early)
-        self.rows_at_once = source.batch_size or 1
-        self._batches_per_step = config.accumulation_steps * world.size
-        self.effective_batch_size = self.rows_at_once * self._batches_per_step
-        self._pass: Pass | None = None
+        self._ends_once = reads_once and (self._endless or ends_by_steps)
+        self._ends_early = self._endless or ends_by_steps or bool(config.fast_dev_run)
+        self._pass: Any = None
         self._next = (0, 0)  # the pass, and how many of its batches were read
         self._is_empty = True  # whether the pass has given no samples so far
         self._seconds = 0.0
+        self._saved: Sequence[Mapping[str, Any]] = ()  # what each rank has kept in the checkpoint
+        self._ahead = 0  # steps that were read, and not taken
 
-    def _check_settings(self, config: DistributedTrainingConfig, *, ends_early: bool) -> None:
-        if self._source.reads_once and config.epochs > 1 and not ends_early:
+    @override
+    def rank_state(self) -> dict[str, Any]:
+        data = None
+        if self._pass is not None:
+            data = self._pass.saved(self._ahead)
+        return {"place": self._next, "data": data}
+
+    @override
+    def load_rank_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        self._saved = states
+
+    def _saved_at(self, place: tuple[int, int], ranks: slice) -> list[Any]:
+        """Return what some ranks of the checkpoint have saved at a place; nothing of ranks that have not."""
+        return [each["data"] for each in self._saved[ranks] if each.get("place") == place and each["data"]]
+
+    def _warn_of_reading(self, problem: str, began: float) -> None:
+        if problem and self._world.is_first:
+            seconds = time.perf_counter() - began
+            warn(
+                f"X cannot continue from its state in the checkpoint ({problem}), so what was read before it was read "
+                f"again, in {seconds:.1f} s."
+            )
+
+    @abstractmethod
+    def _begin(self, number: int, num_read: int) -> Any:
+        """Begin a pass; when a fit resumes, after what was read of it before."""
+
+    @abstractmethod
+    def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
+        """Return this rank's micro-batches of the next step, and how many batches the step counts for."""
+
+    def _read_ahead(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
+        self._ahead += 1
+        return self._read(copier)
+
+    def _current_pass(self) -> Any:
+        if self._pass is None:
+            self._pass = self._begin(*self._next)
+        return self._pass
+
+    @property
+    @override
+    def position(self) -> tuple[int, int, int]:
+        return (*self._next, 0)
+
+    @override
+    def seconds_communicated(self) -> float:
+        seconds = self._seconds
+        self._seconds = 0.0
+        return seconds
+
+    @override
+    def shares(self, place: Place, placement: Placement, end: int | None) -> Generator[Share]:
+        """Yield the shares, at the cost of one all_reduce per step."""
+        if self._pass is None and self._next == (0, 0):  # the fit begins, or resumes
+            self._next = place.passes, place.batches
+            self._is_empty = place.batches == 0
+        copier = make_copier(placement)
+        read = functools.partial(self._read_ahead, copier)
+        share = StreamShare(place.steps, read, copier)
+        while end is None or share.number < end:
+            if self._has_rows(share):
+                following = StreamShare(share.number + 1, read, copier)
+                if not self._reads_once and following.number != end:
+                    share.next = following
+                yield share
+                share.next = None  # a share that is kept must not keep all that follow
+                share = following
+            elif self._restarts(place.epoch, share.number):
+                share = StreamShare(share.number, read, copier)
+            else:
+                return
+
+    def _has_rows(self, share: StreamShare) -> bool:
+        """Read the batches of a step; return whether any rank has samples for it. All ranks call it."""
+        read = share.batches_read
+        self._ahead -= 1
+        began = time.perf_counter()
+        counted_read = max(read, 0)
+        own = [share.rows + min(read, 0), counted_read, counted_read**2]
+        rows, sum_read, sum_of_squares = self._world.reduce(torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
+        self._seconds += time.perf_counter() - began
+        if rows < 0:
+            raise DataInterruptedError
+        # Equal exactly if all ranks have read as many (Cauchy-Schwarz): so all of them notice.
+        if sum_of_squares * self._world.size != sum_read**2:
+            check_ends(self._world, self._next[1] + read)
+        self._next = self._next[0], self._next[1] + read
+        share.global_rows = rows
+        self._is_empty = self._is_empty and not share.global_rows
+        return share.global_rows > 0
+
+    def _restarts(self, epoch: int, steps: int) -> bool:
+        """End the pass; return whether the epoch, after `steps` steps, continues with the next one."""
+        was_empty = self._is_empty
+        self._is_empty = True
+        self._pass = None
+        self._next = (self._next[0] + 1, 0)
+        if self._ends_once or (self._reads_once and not steps):
+            self.is_over = True
+            if self._world.is_first:
+                where = f"after {counted(steps, 'step')} of epoch {epoch + 1}"
+                warn(f"X ended {where}: it gives its batches once. Training stops here.")
+            return False
+        if was_empty and not steps:
+            raise on_all_ranks(ConfigError(f"epoch {epoch + 1} has no batch: X gives none."))
+        return self._endless and not was_empty
+
+
+class StreamFeed(PassFeed):
+    """The batches of a stream."""
+
+    def __init__(self, source: StreamSource, config: DistributedTrainingConfig, world: World) -> None:
+        super().__init__(config, world, reads_once=source.reads_once)
+        self._source = source
+        self._check_settings(config)
+        self.rows_at_once = source.batch_size or 1
+        self._batches_per_step = config.accumulation_steps * world.size
+        self.effective_batch_size = self.rows_at_once * self._batches_per_step
+
+    def _check_settings(self, config: DistributedTrainingConfig) -> None:
+        if self._reads_once and config.epochs > 1 and not self._ends_early:
             raise ConfigError(
                 f"X gives its batches once, and epochs={config.epochs}: pass the function that makes it, without "
                 "calling it, as in fit(batches, ...) instead of fit(batches(), ...); or set steps_per_epoch "
@@ -360,12 +475,6 @@ class StreamFeed(Feed):
         return (*self._next, own)
 
     @override
-    def seconds_communicated(self) -> float:
-        seconds = self._seconds
-        self._seconds = 0.0
-        return seconds
-
-    @override
     def check_world(self, world_size: int, place: Place) -> None:
         own = place.order == _OWN or not self._source.is_shared
         if place.batches and own and world_size != self._world.size:
@@ -376,87 +485,41 @@ class StreamFeed(Feed):
             )
 
     @override
-    def shares(self, place: Place, placement: Placement, end: int | None) -> Generator[Share]:
-        """Yield the shares, at the cost of one all_reduce per step."""
-        if self._pass is None and self._next == (0, 0):  # the fit begins, or resumes
-            self._next = place.passes, place.batches
-            self._is_empty = place.batches == 0
-        copier = make_copier(placement)
-        read = functools.partial(self._read, copier)
-        share = StreamShare(place.steps, read, copier)
-        while end is None or share.number < end:
-            if self._has_rows(share):
-                following = StreamShare(share.number + 1, read, copier)
-                if not self._source.reads_once and following.number != end:
-                    share.next = following
-                yield share
-                share.next = None  # a share that is kept must not keep all that follow
-                share = following
-            elif self._restarts(place.epoch, share.number):
-                share = StreamShare(share.number, read, copier)
-            else:
-                return
-
-    def _has_rows(self, share: StreamShare) -> bool:
-        """Read the batches of a step; return whether any rank has samples for it. All ranks call it."""
-        read = share.batches_read
-        began = time.perf_counter()
-        counted_read = max(read, 0)
-        own = [share.rows + min(read, 0), counted_read, counted_read**2]
-        rows, sum_read, sum_of_squares = self._world.reduce(torch.tensor(own, dtype=torch.int64, device="cpu")).tolist()
-        self._seconds += time.perf_counter() - began
-        if rows < 0:
-            raise DataInterruptedError
-        # Equal exactly if all ranks have read as many (Cauchy-Schwarz): so all of them notice.
-        if sum_of_squares * self._world.size != sum_read**2:
-            check_ends(self._world, self._next[1] + read)
-        self._next = self._next[0], self._next[1] + read
-        share.global_rows = rows
-        self._is_empty = self._is_empty and not share.global_rows
-        return share.global_rows > 0
-
-    def _restarts(self, epoch: int, steps: int) -> bool:
-        """End the pass; return whether the epoch, after `steps` steps, continues with the next one."""
-        was_empty = self._is_empty
-        self._is_empty = True
-        self._pass = None
-        self._next = (self._next[0] + 1, 0)
-        if self._ends_once or (self._source.reads_once and not steps):
-            self.is_over = True
-            if self._world.is_first:
-                where = f"after {counted(steps, 'step')} of epoch {epoch + 1}"
-                warn(f"X ended {where}: it gives its batches once. Training stops here.")
-            return False
-        if was_empty and not steps:
-            raise on_all_ranks(ConfigError(f"epoch {epoch + 1} has no batch: X gives none."))
-        return self._endless and not was_empty
-
     def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
-        """Return this rank's batches of the next step, and how many batches were read for it."""
         is_shared = self._source.is_shared
-        count = self._batches_per_step if is_shared else self.micro_batches
         try:
-            batches = self._current_pass()
-            found = [batches.read(copier.clone) for _ in range(count)]
+            found = self._take_step(self._current_pass(), copier.clone)
         except DataInterruptedError:
-            return [], _INTERRUPTED
+            return [], INTERRUPTED
         # A rank whose own batches have ended still counts them, so that the position is equal on all ranks.
-        num_read = count
+        num_read = len(found)
         if is_shared:
             num_read = sum(rows is not None for rows in found)
             found = found[self._world.rank :: self._world.size]
         return [self._source.checked(rows) for rows in found if rows is not None], num_read
 
-    def _current_pass(self) -> Pass:
-        """Return the running pass; when a fit resumes, after the batches that it has read before."""
-        if self._pass is not None:
-            return self._pass
-        number, num_read = self._next
-        self._pass = self._source.begin_pass(number)
+    def _take_step(self, begun: Pass, own: Callable[[Tensor], Tensor] = torch.clone) -> list[Rows | None]:
+        """Return the batches of a step, None for each after the last one."""
+        count = self._batches_per_step if self._source.is_shared else self.micro_batches
+        return begun.marking(lambda: [begun.read(own) for _ in range(count)])
+
+    @override
+    def _begin(self, number: int, num_read: int) -> Pass:
+        problem = ""
+        rank = 0 if self._source.is_shared else self._world.rank
+        saved = self._saved_at((number, num_read), slice(rank, rank + 1))
+        if saved and not self._reads_once:
+            resumed, problem = self._source.resumed_pass(number, saved[0], self._take_step)
+            if resumed is not None:
+                resumed.num_read = num_read
+                return resumed
+        began = time.perf_counter()
+        begun = self._source.begin_pass(number)
         for _ in range(num_read):
-            if self._pass.read() is None and self._source.is_shared:
+            if begun.read() is None and self._source.is_shared:
                 raise ConfigError(
-                    f"X has given {self._pass.num_read:,} batches, and the checkpoint was made after {num_read:,}: the "
+                    f"X has given {begun.num_read:,} batches, and the checkpoint was made after {num_read:,}: the "
                     "data have changed since."
                 )
-        return self._pass
+        self._warn_of_reading(problem, began)
+        return begun

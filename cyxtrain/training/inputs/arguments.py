@@ -36,7 +36,8 @@ class LazyTable(Protocol):
 
 _Arrays: TypeAlias = SupportsArray | LazyTable | Mapping[Any, Any] | tuple[Any, ...] | list[Any]
 # Not Iterable[Any], which would include the path of a file: a string is an iterable of strings.
-Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | Callable[[], Iterable[Any]]
+_Functions: TypeAlias = Callable[[], Iterable[Any]] | Callable[[int, int], Iterable[Any]]
+Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | _Functions
 """Arrays and tensors, one or several by name; datasets, DataLoaders and other iterables of batches."""
 
 
@@ -91,6 +92,7 @@ class FitSettings(TypedDict, total=False):
     log_every_n_steps: int
     validation_stratify: bool
     load_best: bool
+    readers: int | None
     group_by_length: Any
     x: Data
 

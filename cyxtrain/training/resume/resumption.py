@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
+from cyxtrain.checkpoint.format.encoding import decode_tree
 from cyxtrain.checkpoint.format.optimizer_state import drop_groups
 from cyxtrain.checkpoint.validation import restoring_from
 from cyxtrain.data.rng import set_generators
@@ -45,6 +46,8 @@ class Resumption:
         with restoring_from(self._source):
             plan.feed.check_world(loaded.world_size, place_of(state.position))
             plan.feed.load_state_dict(loaded.others.get("data", {}))
+            # Checkpoints of earlier versions have no states of ranks' data.
+            plan.feed.load_rank_states([decode_tree(each.get("data", {})) for each in loaded.ranks])
 
     def drop_added_groups(self, state: TrainingState) -> None:
         """Leave the groups that the optimizers were built with: `on_train_begin` may add the others again."""

@@ -53,6 +53,33 @@ class Streamed(IterableDataset[Any]):
             yield INPUTS[row], TARGETS[row]
 
 
+class Stateful(Streamed):
+    """Continues from a state."""
+
+    first = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.first < ROWS:
+            row = self.first
+            self.first += 1
+            self.given.append(row)
+            yield INPUTS[row], TARGETS[row]
+        self.first = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"first": self.first}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.first = state["first"]
+
+
+def part_of_rows(given: list[int], reader: int, readers: int) -> Iterator[Any]:
+    """Notes the samples that it gives."""
+    for row in range(reader, ROWS, readers):
+        given.append(row)
+        yield INPUTS[row], TARGETS[row]
+
+
 @contextlib.contextmanager
 def opened(kind: str, folder: str) -> Iterator[tuple[tuple[Any, ...], list[int] | None]]:
     """Yields the data, and a list that grows with each sample that is read; None: nobody counts."""
@@ -74,6 +101,12 @@ def opened(kind: str, folder: str) -> Iterator[tuple[tuple[Any, ...], list[int] 
         yield (DataLoader(numbered, batch_size=BATCH // RANKS, shuffle=True),), numbered.given
     elif kind == "generators, `IterableDataset`":
         yield (streamed,), streamed.given
+    elif kind == "iterables with a `state_dict`":
+        stateful = Stateful()
+        yield (stateful,), stateful.given
+    elif kind == "data in parts, with `readers`":
+        given: list[int] = []
+        yield (functools.partial(part_of_rows, given),), given
 
 
 @contextlib.contextmanager
@@ -98,8 +131,10 @@ def train(kind: str, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {"bits": [], "read": []}
     checkpoint = f"{folder}/middle.ckpt"
     settings = FIT
-    if kind.startswith("generators"):
+    if kind.startswith(("generators", "iterables")):
         settings = {**FIT, "batch_size": BATCH // RANKS, "effective_batch_size": None, "sharded_data": False}
+    if kind.startswith("data in parts"):
+        settings = {**FIT, "readers": RANKS}
     for more in ({"callbacks": [SaveAt(checkpoint, SAVED)]}, {"resume": checkpoint}):
         with opened(kind, folder) as (data, given):
             model = make_model()
@@ -150,11 +185,13 @@ def check_counts(counts: list[int], read: str, again: str) -> None:
     else:
         assert read == "all by each rank"
         assert in_epoch >= ROWS
-    if again == "none":
+    if again in ("none", "the last step"):
+        if read == "all by each rank":
+            left *= RANKS
         assert left <= on_resume <= left + CHECKS
     else:
         assert again == "all before the checkpoint"
-        assert on_resume >= ROWS
+        assert on_resume >= in_epoch
 
 
 @functools.cache

@@ -97,6 +97,7 @@ WRONG = {
         "log_every_n_steps": (-1, None, *WHOLE_NUMBERS),
         "validation_stratify": NO_BOOLEAN,
         "load_best": NO_BOOLEAN,
+        "readers": (0, -1, *WHOLE_NUMBERS),
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

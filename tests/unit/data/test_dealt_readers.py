@@ -1,0 +1,146 @@
+"""Readers: the samples of a step come from them in turn, the same on any number of ranks, each read by one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cyxtrain.data.slices import Slices
+from cyxtrain.data.sources.parts import Parts, parts_of
+from cyxtrain.data.sources.readers import RankReaders, in_turn, readers_of_evaluation, readers_of_training, samples_from
+from cyxtrain.world.world import World
+
+LENGTHS = (11, 0, 5, 17, 1, 8)
+"""Samples of each reader."""
+READERS = len(LENGTHS)
+TOTAL = sum(LENGTHS)
+
+
+def numbered(reader: int, readers: int) -> Iterator[tuple[int, int, float]]:
+    """Yields samples: the reader, the place in it, and a random number."""
+    assert readers == READERS
+    for place in range(LENGTHS[reader]):
+        yield reader, place, float(torch.rand(())) + random.random() + float(np.random.rand())
+
+
+PARTS = Parts("numbered", numbered, needs_readers=True)
+
+
+def slices(rank: int, size: int) -> Slices:
+    return Slices.of(dataclasses.replace(World(), rank=rank, size=size))
+
+
+def passes(size: int, number: int = 0) -> list[RankReaders]:
+    """Returns the readers of each rank."""
+    owned = [readers_of_training(READERS, slices(rank, size)) for rank in range(size)]
+    return [RankReaders(PARTS, each, READERS, seed=3, number=number) for each in owned]
+
+
+def steps(ranks: list[RankReaders], step_size: int) -> list[list[list[Any]]]:
+    """Returns the samples of each step to the end, by rank."""
+    found = []
+    while any(step := [each.take_step(step_size) for each in ranks]):
+        found.append(step)
+    return found
+
+
+def by_step(size: int, step_size: int = 13, number: int = 0) -> list[list[Any]]:
+    return [sorted(itertools.chain(*step)) for step in steps(passes(size, number), step_size)]
+
+
+@pytest.mark.parametrize(("step_size", "readers"), [(13, 6), (6, 6), (64, 8), (9, 1), (7, 5)])
+def test_sample_i_of_a_step_comes_from_reader_i_mod_readers(step_size, readers):
+    counts = [samples_from(reader, readers, step_size) for reader in range(readers)]
+    assert counts == [sum(i % readers == reader for i in range(step_size)) for reader in range(readers)]
+    assert [count - -(-(step_size - j) // readers) for j, count in enumerate(counts)] == [0] * readers
+    samples = [[(reader, place) for place in range(count)] for reader, count in enumerate(counts)]
+    assert [reader for reader, _ in in_turn(samples)] == [i % readers for i in range(step_size)]
+
+
+def test_a_reader_that_has_ended_is_left_out_of_its_turn():
+    assert in_turn([[1, 2, 3], [], [4], [None, 0]]) == [1, 4, None, 2, 0, 3]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 6])
+def test_steps_are_the_same_on_any_number_of_ranks_without_a_sample_lost_or_twice(size):
+    found = by_step(size)
+    assert found == by_step(1)
+    samples = [(reader, place) for step in found for reader, place, _ in step]
+    assert sorted(samples) == [(reader, place) for reader, length in enumerate(LENGTHS) for place in range(length)]
+
+
+def test_a_step_on_one_rank_is_in_turn():
+    (first,) = steps(passes(1), 13)[0]
+    assert [sample[:2] for sample in first] == [
+        *((0, 0), (2, 0), (3, 0), (4, 0), (5, 0), (0, 1), (2, 1), (3, 1), (5, 1), (0, 2)),
+    ]
+
+
+def test_random_numbers_belong_to_a_reader_and_a_pass():
+    numbers = {number: [sample[2] for step in by_step(2, number=number) for sample in step] for number in (0, 1)}
+    assert len({*numbers[0], *numbers[1]}) == 2 * TOTAL
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    by_step(3)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 4), (4, 1)])
+@pytest.mark.parametrize("num_done", [0, 1, 2])
+def test_readers_that_skip_steps_continue_with_the_same_samples_on_any_number_of_ranks(before, after, num_done):
+    whole = steps(passes(before), 7)
+    resumed = passes(after)
+    for each in resumed:
+        each.skip(num_done, 7)
+    left = [sorted(itertools.chain(*step)) for step in steps(resumed, 7)]
+    assert left == [sorted(itertools.chain(*step)) for step in whole[num_done:]]
+
+
+@pytest.mark.parametrize("count", [1, 4, 100])
+def test_samples_that_were_looked_at_stay_the_next_ones(count):
+    (peeked,) = passes(1)
+    first = peeked.peek(count)
+    assert len(first) == min(count, TOTAL)
+    assert peeked.peek(count) == first
+    peeked.skip(1, 7)
+    (skipped,) = passes(1)
+    skipped.skip(1, 7)
+    assert steps([peeked], 7) == steps([skipped], 7)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 9])
+def test_an_evaluation_reads_one_reader_after_the_other(size):
+    owned = [readers_of_evaluation(READERS, slices(rank, size)) for rank in range(size)]
+    assert [*itertools.chain(*owned)] == [*range(READERS)]
+    ranks = [RankReaders(PARTS, each, READERS, seed=3, number=0) for each in owned]
+    found = [sample[:2] for each in ranks for batch in each.batches(4) for sample in batch]
+    assert found == [(reader, place) for reader, length in enumerate(LENGTHS) for place in range(length)]
+
+
+class Lazy:
+    def __call__(self, reader: int, readers: int) -> list[Any]:
+        return [reader]
+
+
+def with_defaults(reader: int = 0, readers: int = 1) -> list[Any]:
+    return [reader]
+
+
+def test_functions_of_reader_and_readers_are_data_in_parts():
+    for data in (numbered, Lazy(), lambda reader, readers: [reader]):
+        parts = parts_of(data, trains=False)
+        assert parts is not None
+        assert parts.needs_readers
+    for data in (lambda: [1], lambda size: [size], iter([1]), [1], dict, torch.zeros(3), max):
+        assert parts_of(data, trains=True) is None, data
+    assert parts_of(with_defaults, trains=False) is None
+    parts = parts_of(with_defaults, trains=True)
+    assert parts is not None
+    assert not parts.needs_readers
