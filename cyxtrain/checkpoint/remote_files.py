@@ -179,6 +179,14 @@ def remove_remote(url: str) -> None:
         system.rm_file(path)
 
 
+def remove_leftovers_of(url: str, owner: str) -> None:
+    """Delete the temporary files that a killed process has left in a folder; see `upload` for `owner`."""
+    if not _is_object_store(url):
+        for name in list_files(url):
+            if name.endswith(f".{owner}{_TEMPORARY_SUFFIX}"):
+                remove_remote(f"{url}/{name}")
+
+
 @contextlib.contextmanager
 def _temporary(system: Any, target: str, owner: str) -> Iterator[str]:
     """Return the name of a temporary file next to the target, and remove the file if the block fails."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from cyxtrain.checkpoint.folder import BEST, CheckpointFolder, Found, infix_of, name_of
-from cyxtrain.checkpoint.remote_files import copy_remote, upload
+from cyxtrain.checkpoint.remote_files import copy_remote, remove_leftovers_of, upload
 from cyxtrain.errors import CheckpointError, counted
 
 STALLED_SECONDS = 60.0
@@ -45,6 +45,9 @@ class Uploader:
         self._run = run
         self._keep_last = keep_last
         self._is_newcomer = is_newcomer
+        # Of temporary files in the store: the same when this run resumes.
+        self._owner = folder.aside("", run)
+        self._has_left_nothing = False
         self.is_failing = False
         """Whether the latest upload has failed."""
         self._problem = ""
@@ -198,6 +201,9 @@ class Uploader:
     def _attempt(self) -> bool:
         """Upload what was taken, and the best one if it waits; return whether that succeeded."""
         try:
+            if not self._has_left_nothing:
+                remove_leftovers_of(self._folder.url, self._owner)
+                self._has_left_nothing = True
             if self._sending is not None:
                 self._upload_file(self._sending)
             if self._best_waits:
@@ -225,7 +231,7 @@ class Uploader:
     def _upload_file(self, path: Path) -> None:
         name = self._name_in_store(path.name)
         url = f"{self._folder.url}/{name}"
-        upload(path, url, owner=infix_of(self._run), progress=self._note_progress)
+        upload(path, url, owner=self._owner, progress=self._note_progress)
         with self._condition:
             before = self._uploaded
             self._uploaded = (path, url)
@@ -242,11 +248,10 @@ class Uploader:
         self._best_waits = False
         try:
             url = f"{self._folder.url}/{self._name_in_store(best.name)}"
-            owner = infix_of(self._run)
             if self._uploaded is not None and _is_same(best, self._uploaded[0]):
-                copy_remote(self._uploaded[1], url, owner=owner)
+                copy_remote(self._uploaded[1], url, owner=self._owner)
             else:
-                upload(best, url, owner=owner, progress=self._note_progress)
+                upload(best, url, owner=self._owner, progress=self._note_progress)
         except BaseException:
             self._best_waits = True
             raise
