@@ -1,4 +1,4 @@
-"""Claims about paths that users give: "~" is the home folder; a URL is of a store, or refused by its argument's name."""
+"""Claims about paths that users give: "~" is the home folder, and a URL is that of a store or is refused by name."""
 
 from __future__ import annotations
 
