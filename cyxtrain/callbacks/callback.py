@@ -166,8 +166,7 @@ class Callback:
         """A checkpoint of `fit` is complete on the disk; called on rank 0 alone, soon after, in the training thread.
 
         The last one's call comes before `on_train_end`, and also if the fit is stopped. `keep_last` may remove the
-        file when later ones are complete; if `checkpoint_dir` is a URL, it is a local copy, which may be gone as soon
-        as a later one is uploaded or the fit ends. Files that `save_checkpoint` or a callback writes are not reported.
+        file when later ones are complete. Files that `save_checkpoint` or a callback writes are not reported.
         """
 
     def on_train_end(self, logs: Logs | None = None) -> None:

@@ -32,6 +32,9 @@ _MOST_PARTS = 10_000
 _END_BYTES = 1 << 18
 _TEMPORARY_SUFFIX = ".cyxtrain-tmp"
 _SLUG_CHARACTERS = 40
+_S3 = ("s3", "s3a")
+# Where a file appears when its last byte has arrived.
+_OBJECT_STORES = (*_S3, "gs", "gcs", "az", "abfs", "abfss")
 
 
 def staging_folder(url: str) -> Path:
@@ -68,7 +71,7 @@ def _try_to_write(url: str) -> None:
     with _blaming("write to", url):
         system, folder = _opened(url)
         probe = f"{folder}/.{secrets.token_hex(4)}{_TEMPORARY_SUFFIX}"
-        if not _is_object_store(url):
+        if _scheme(url) not in _OBJECT_STORES:
             system.makedirs(folder, exist_ok=True)
         system.pipe_file(probe, b"cyxtrain")
         system.rm_file(probe)
@@ -125,51 +128,35 @@ class RemoteEnd(io.BytesIO):
         return super().tell() + self._skipped
 
 
-def upload(path: Path, url: str, *, owner: str = "", progress: Callable[..., object] = lambda *_, **__: None) -> None:
-    """Upload a file whole: nothing has its name before it is complete.
+def upload(path: Path, url: str, progress: Callable[..., object] = lambda *_, **__: None) -> None:
+    """Upload a file whole: nothing has its name before it is complete; `progress` is called after each part.
 
-    Args:
-        path: The local file.
-        url: Its place in the store.
-        owner: Part of the temporary name that stores without atomic writes need, the same when a killed process begins
-            again and replaces what it left; "": a random one.
-        progress: Called when a part has arrived, with arguments that it ignores.
-
-    Raises:
-        CheckpointError: The store refuses.
-
-    Cost: 32 MiB of memory on S3, for four parts of 8 MiB at a time; elsewhere fsspec's own buffers.
+    Cost on S3: 32 MiB of memory, for four parts of 8 MiB at a time; elsewhere fsspec's own buffers.
     """
     with _blaming("write", url):
         from fsspec.callbacks import Callback
 
         system, target = _opened(url)
         size_bytes = path.stat().st_size
-        options = {"callback": Callback(hooks={"progress": progress})}
-        if _is_object_store(url):
-            system.put_file(str(path), target, **options, **_part_options(url, size_bytes))
-        else:
-            system.makedirs(posixpath.dirname(target), exist_ok=True)
-            with _temporary(system, target, owner) as temporary:
-                system.put_file(str(path), temporary, **options)
-                system.mv(temporary, target)
+        options: dict[str, Any] = {"callback": Callback(hooks={"progress": progress})}
+        if _scheme(url) in _S3:
+            part_bytes = max(_PART_BYTES, size_bytes // _MOST_PARTS + 1)
+            options |= {"chunksize": part_bytes, "max_concurrency": _PARTS_AT_ONCE}
+        with _under_another_name(system, target, url) as name:
+            system.put_file(str(path), name, **options)
         system.invalidate_cache()
         arrived_bytes = int(system.size(target))
         if arrived_bytes != size_bytes:
             raise OSError(f"{arrived_bytes:,} of {size_bytes:,} bytes have arrived")
 
 
-def copy_remote(url: str, other: str, *, owner: str = "") -> None:
+def copy_remote(url: str, other: str) -> None:
     """Copy a file within a store, whole as `upload` does."""
     with _blaming("write", other):
         system, source = _opened(url)
         _, target = _opened(other)
-        if _is_object_store(url):
-            system.cp_file(source, target)
-            return
-        with _temporary(system, target, owner) as temporary:
-            system.cp_file(source, temporary)
-            system.mv(temporary, target)
+        with _under_another_name(system, target, url) as name:
+            system.cp_file(source, name)
 
 
 def remove_remote(url: str) -> None:
@@ -179,43 +166,23 @@ def remove_remote(url: str) -> None:
         system.rm_file(path)
 
 
-def remove_leftovers_of(url: str, owner: str) -> None:
-    """Delete the temporary files that a killed process has left in a folder; see `upload` for `owner`."""
-    if not _is_object_store(url):
-        for name in list_files(url):
-            if name.endswith(f".{owner}{_TEMPORARY_SUFFIX}"):
-                remove_remote(f"{url}/{name}")
-
-
 @contextlib.contextmanager
-def _temporary(system: Any, target: str, owner: str) -> Iterator[str]:
-    """Return the name of a temporary file next to the target, and remove the file if the block fails."""
+def _under_another_name(system: Any, target: str, url: str) -> Iterator[str]:
+    """Return the name under which to write a file, and give it its own afterwards; object stores need no other one."""
+    if _scheme(url) in _OBJECT_STORES:
+        yield target
+        return
     folder, name = posixpath.split(target)
-    path = f"{folder}/.{name}.{owner or secrets.token_hex(4)}{_TEMPORARY_SUFFIX}"
+    # If a process is killed, the next one that writes this file replaces what is left.
+    temporary = f"{folder}/.{name}{_TEMPORARY_SUFFIX}"
+    system.makedirs(folder, exist_ok=True)
     try:
-        yield path
+        yield temporary
+        system.mv(temporary, target)
     except BaseException:
         with contextlib.suppress(Exception):  # the error of the block is the one to report
-            system.rm_file(path)
+            system.rm_file(temporary)
         raise
-
-
-def _part_options(url: str, size_bytes: int) -> dict[str, int]:
-    """Return the arguments of an object store's `put_file` that bound its memory."""
-    part_bytes = max(_PART_BYTES, (size_bytes // (_MOST_PARTS << 20) + 1) << 20)
-    return {name: {"chunksize": part_bytes, "max_concurrency": _PARTS_AT_ONCE}[name] for name in _PARTS[_scheme(url)]}
-
-
-_PARTS = {
-    **dict.fromkeys(("s3", "s3a"), ("chunksize", "max_concurrency")),
-    **dict.fromkeys(("gs", "gcs"), ("chunksize",)),
-    **dict.fromkeys(("abfs", "abfss", "az"), ("max_concurrency",)),
-}
-"""The object stores that are known, and which arguments their `put_file` has."""
-
-
-def _is_object_store(url: str) -> bool:
-    return _scheme(url) in _PARTS
 
 
 def _scheme(url: str) -> str:

@@ -27,6 +27,9 @@ from cyxtrain.training.state import TrainingState
 from cyxtrain.training.trained import load_extra_state
 from cyxtrain.world.agreement import raise_together
 
+# What is left of a stop's time when it no longer waits for a store.
+_SECONDS_TO_RETURN = 1.0
+
 
 class CheckpointManager:
     """Writes the checkpoints of one fit and keeps some, as configured. All ranks make the same calls.
@@ -92,21 +95,17 @@ class CheckpointManager:
             return
         self._folder.mark_best(latest.path)
         if self._uploader is not None:
-            self._uploader.add_best()
+            self._uploader.add(best)
 
     def _continue_uploads(self, uploader: Uploader) -> None:
-        """Upload what a killed process of this run has left, if that is the newest or the best; delete the rest."""
+        """Upload what a killed process of this run has left, and delete what the store has, or newer ones of it."""
         own = [found for found in self._before if found.run.get("id") == self._state.run.get("id")]
-        for found in [each for each in self._before if not each.url]:
-            same_kind = [each for each in own if each.is_best == found.is_best]
-            is_there = any(each.url and each.order == found.order for each in same_kind)
-            is_newest = all(each.order <= found.order for each in same_kind)
-            if found.problem or (found in own and (is_there or not is_newest)):
+        there = [found for found in own if found.url]
+        for found in [each for each in reversed(self._before) if not each.url]:
+            if found.problem or (found in own and _has_as_new(there, found)):
                 self._before.remove(found)
                 with contextlib.suppress(OSError):
                     found.remove()
-            elif found in own and found.is_best:
-                uploader.add_best()
             elif found in own:
                 uploader.add(found.path)
 
@@ -267,7 +266,9 @@ class CheckpointManager:
     def _finish_uploads(self, uploader: Uploader, seconds_left: Callable[[], float]) -> None:
         self._problem = self._take_problem()
         display = self._plan.display
-        is_complete = uploader.finish(lambda words: display.header([("upload", words)]), seconds_left)
+        is_complete = uploader.finish(
+            lambda words: display.header([("upload", words)]), lambda: seconds_left() - _SECONDS_TO_RETURN
+        )
         if not is_complete and self._config.on_save_error == "raise":
             self._problem = self._problem or CheckpointError(
                 f"The last checkpoint did not get to {self._folder.url}. A local copy is in {self._folder.path}."
@@ -342,7 +343,7 @@ class CheckpointManager:
             if uploader is not None:
                 uploader.add(folder.file(name))
                 if is_best:
-                    uploader.add_best()
+                    uploader.add(folder.file(BEST))
             elif keep_last:
                 folder.prune(run, keep_last, folder.file(name))
             self._complete.put(folder.file(name))
@@ -380,9 +381,8 @@ class CheckpointManager:
         elif together:
             raise_together(self._world, None)
         self._warn_of(problem)
-        if self._uploader is not None:
-            for words in self._uploader.take_notes():
-                warn(words)
+        while self._uploader is not None and self._uploader.notes:
+            warn(self._uploader.notes.popleft())
 
     def _take_problem(self) -> Exception | None:
         problem = self._problem
@@ -431,6 +431,10 @@ class CheckpointManager:
         if _reason(problem) != self._failing:
             warn(f"{problem} Training continues without this checkpoint.")
             self._failing = _reason(problem)
+
+
+def _has_as_new(files: list[Found], wanted: Found) -> bool:
+    return any(each.order >= wanted.order and each.is_best == wanted.is_best for each in files)
 
 
 def _reason(problem: Exception) -> tuple[type, object]:
