@@ -113,9 +113,12 @@ class RemoteEnd(io.BytesIO):
 
     def __init__(self, url: str, size_bytes: int) -> None:
         self._skipped = max(0, size_bytes - _END_BYTES)
-        with _blaming("read", url):
-            system, path = _opened(url)
-            super().__init__(bytes(system.cat_file(path, start=self._skipped, end=size_bytes)))
+        content = b""
+        if size_bytes:  # of an empty file, stores refuse to send a part
+            with _blaming("read", url):
+                system, path = _opened(url)
+                content = bytes(system.cat_file(path, start=self._skipped, end=size_bytes))
+        super().__init__(content)
 
     def seek(self, position: int, whence: int = io.SEEK_SET, /) -> int:
         """Go to a position in the file; as in any file."""

@@ -104,10 +104,13 @@ def fit(folder: str, staging: str, before: Sequence[Any] = (nothing,), settings:
     optimizer = torch.optim.SGD(model.parameters(), given.pop("rate", 0.1), momentum=0.9)
     trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer)
     steps = Steps()
+    more = given.pop("more", [])
+    if function is nothing:
+        more = [*more, Pace(folder)]
     began = time.monotonic()
     try:
         with warning_texts() as told:
-            trainer.fit(*make_rows(ROWS), checkpoint_dir=folder, callbacks=[steps, *given.pop("more", [])], **given)
+            trainer.fit(*make_rows(ROWS), checkpoint_dir=folder, callbacks=[steps, *more], **given)
     finally:
         Shelf.before = staticmethod(nothing)
     return {
@@ -144,9 +147,9 @@ def move(folder: str, url: str) -> list[Any]:
     other = make_model()
     cx.load_weights(other, f"{url}/own/mine.ckpt")
     found.append(fingerprint(other))
-    other = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd")
-    other.load_checkpoint(f"{url}/own/mine.ckpt")
-    return [*found, fingerprint(other.model), other.epoch]
+    loaded = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd")
+    loaded.load_checkpoint(f"{url}/own/mine.ckpt")
+    return [*found, fingerprint(loaded.model), loaded.epoch]
 
 
 class Steps(cx.callbacks.Callback):
@@ -158,6 +161,19 @@ class Steps(cx.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.count += 1
+
+
+class Pace(cx.callbacks.Callback):
+    """Waits before an epoch until the store has the checkpoint of the one before, so that none is left out."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__()
+        self.folder = Path(url.removeprefix("shelf://"))
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        deadline = time.monotonic() + 5.0
+        while epoch and not [*self.folder.glob(f"epoch-{epoch:04d}*.ckpt")] and time.monotonic() < deadline:
+            time.sleep(0.002)
 
 
 def kept(folder: Path) -> set[str]:

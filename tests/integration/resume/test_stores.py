@@ -38,7 +38,7 @@ def waiting(staging: str) -> set[str]:
     return {path.name for path in Path(staging).rglob("*") if path.is_file()}
 
 
-def alone(*arguments: Any) -> dict[str, Any]:
+def fit_alone(*arguments: Any) -> dict[str, Any]:
     with one_process():
         return fit(*arguments)
 
@@ -135,7 +135,7 @@ def test_a_slow_store_holds_up_no_step_and_gets_the_newest(folders):
                 gate.set()
 
     before = (lambda call: gate.wait(20) if call == "part" else None,)
-    found = alone(url, staging, before, {"epochs": 6, "more": [Open()], "keep_best": "loss", "keep_last": 2})
+    found = fit_alone(url, staging, before, {"epochs": 6, "more": [Open()], "keep_best": "loss", "keep_last": 2})
     assert {"epoch-0006.ckpt", "best.ckpt"} <= kept(store)
     assert look_into(store / "best.ckpt").position["epoch"] == found["losses"].index(min(found["losses"])) + 1
     [line] = found["told"]
@@ -146,14 +146,14 @@ def test_a_slow_store_holds_up_no_step_and_gets_the_newest(folders):
 
 def test_a_store_that_dies_does_not_stop_the_fit_and_gets_the_rest_later(folders):
     store, url, staging = folders
-    found = alone(url, staging, (shelf.dying, 5))
+    found = fit_alone(url, staging, (shelf.dying, 5))
     assert found["epochs"] == 3
     first, last = found["told"][0], found["told"][-1]
     assert "the store is gone" in first
     assert "Training continues" in first
     assert f"epoch-0003.ckpt did not get to {url} (" in last
     assert "epoch-0003.ckpt" in waiting(staging)
-    again = alone(url, staging, OK, {"epochs": 4, **AUTO})
+    again = fit_alone(url, staging, OK, {"epochs": 4, **AUTO})
     assert again["steps"] == 4
     assert "epoch-0004.ckpt" in kept(store)
     assert waiting(staging) == set()
@@ -187,8 +187,8 @@ def fit_with_little_time(*arguments: Any) -> dict[str, Any]:
 
 def test_files_of_other_runs_stay(folders):
     store, url, staging = folders
-    alone(url, staging, OK, {"epochs": 3})
-    other = alone(url, staging, OK, {"epochs": 1, "keep_last": 1, "rate": 0.2})
+    fit_alone(url, staging, OK, {"epochs": 3})
+    other = fit_alone(url, staging, OK, {"epochs": 1, "keep_last": 1, "rate": 0.2})
     assert kept(store) == {"epoch-0001.ckpt", "epoch-0002.ckpt", "epoch-0003.ckpt"}
     [line] = other["told"]
     assert "3 checkpoints of another training" in line
@@ -198,14 +198,14 @@ def test_files_of_other_runs_stay(folders):
 
 def test_a_run_that_began_later_elsewhere_keeps_its_names(folders, tmp_path):
     store, url, staging = folders
-    alone(str(tmp_path / "other"), staging, OK, {"rate": 0.2})
+    fit_alone(str(tmp_path / "other"), staging, OK, {"rate": 0.2})
 
     class Later(cx.callbacks.Callback):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             if epoch == 1:
                 shutil.copy(tmp_path / "other" / "epoch-0003.ckpt", store)
 
-    found = alone(url, staging, OK, {"more": [Later()]})
+    found = fit_alone(url, staging, OK, {"more": [Later()]})
     other = look_into(tmp_path / "other" / "epoch-0003.ckpt")
     assert look_into(store / "epoch-0003.ckpt").run["id"] == other.run["id"]
     [stepped_aside] = [name for name in kept(store) if name.startswith("epoch-0003-")]

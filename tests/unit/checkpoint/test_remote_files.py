@@ -5,11 +5,11 @@ from __future__ import annotations
 import fsspec
 import pytest
 import torch
-from fitting import make_model
+from fitting import fingerprint, make_model
 from shelf import Shelf, dying, kept, nothing
 
 import cyxtrain as cx
-from cyxtrain.checkpoint.checkpoint_file import CheckpointState, write_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint, write_checkpoint
 from cyxtrain.checkpoint.folder import look_into, newest_in
 from cyxtrain.checkpoint.remote_files import (
     copy_remote,
@@ -118,8 +118,12 @@ def test_a_cut_checkpoint_is_corrupt(tmp_path):
 def test_weights_are_written_through_a_url(tmp_path):
     model = make_model()
     cx.save_weights(model, "memory://store/model.safetensors")
-    other = torch.nn.Sequential(*make_model())
-    cx.load_weights(other, "memory://store/model.safetensors")
-    with pytest.raises(cx.CheckpointError, match="is corrupt or is not a checkpoint"):
-        cx.DistributedTrainer(model, "cross_entropy", "sgd").load_checkpoint("memory://store/model.safetensors")
+    with torch.no_grad():
+        model[0].weight.zero_()
+    cx.load_weights(model, "memory://store/model.safetensors")
+    assert fingerprint(model) == fingerprint(make_model())
+    with pytest.raises(cx.CheckpointError, match="model.safetensors is corrupt or is not a checkpoint"):
+        read_checkpoint("memory://store/model.safetensors")
+    with pytest.raises(cx.CheckpointError, match="There is no weights file memory://store/x"):
+        cx.load_weights(model, "memory://store/x")
     fsspec.filesystem("memory").rm("/store", recursive=True)
