@@ -74,6 +74,12 @@ def silent(_: str) -> None:
     time.sleep(5.0)
 
 
+def stuck(call: str) -> None:
+    """Never send a part of an upload."""
+    if call == "part":
+        time.sleep(60.0)
+
+
 def dying(parts: int) -> Callable[[str], None]:
     """Return what refuses everything after so many parts of uploads."""
     left = [parts]
@@ -105,6 +111,8 @@ def fit(folder: str, staging: str, before: Sequence[Any] = (nothing,), settings:
     trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer)
     steps = Steps()
     more = given.pop("more", [])
+    if "terminate_at" in given:
+        more = [*more, Terminate(given.pop("terminate_at"))]
     if function is nothing:
         more = [*more, Pace(folder)]
     began = time.monotonic()
@@ -161,6 +169,18 @@ class Steps(cx.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.count += 1
+
+
+class Terminate(cx.callbacks.Callback):
+    """Sends SIGTERM to this process after a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.step == self.step:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Pace(cx.callbacks.Callback):

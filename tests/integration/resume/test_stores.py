@@ -159,6 +159,19 @@ def test_a_store_that_dies_does_not_stop_the_fit_and_gets_the_rest_later(folders
     assert waiting(staging) == set()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="the signal is POSIX's")
+def test_a_stop_does_not_wait_longer_for_a_store_than_it_may(folders, undisturbed):
+    _, url, staging = folders
+    settings = {"terminate_at": 5}
+    ended = run_ranks(2, fit_in_a_world, url, staging, (shelf.stuck,), settings, CYXTRAIN_GRACE_SECONDS="5")
+    assert [each.kind for each in ended] == ["SystemExit"] * 2
+    assert max(each.seconds for each in ended) < 10
+    assert "step-00000005.ckpt" in waiting(staging)
+    resumed = run_new_world(2, fit, url, staging, OK, AUTO)
+    assert resumed[0]["steps"] == 7
+    assert resumed[0]["bits"] == undisturbed["bits"]
+
+
 def test_a_dead_store_can_be_an_error(folders):
     _, url, staging = folders
     ended = run_ranks(2, fit_in_a_world, url, staging, (shelf.dying, 5), {"on_save_error": "raise"})

@@ -122,7 +122,7 @@ def test_weights_are_written_through_a_url(tmp_path):
         model[0].weight.zero_()
     cx.load_weights(model, "memory://store/model.safetensors")
     assert fingerprint(model) == fingerprint(make_model())
-    with pytest.raises(cx.CheckpointError, match="model.safetensors is corrupt or is not a checkpoint"):
+    with pytest.raises(cx.CheckpointError, match=r"model\.safetensors is corrupt or is not a checkpoint"):
         read_checkpoint("memory://store/model.safetensors")
     with pytest.raises(cx.CheckpointError, match="There is no weights file memory://store/x"):
         cx.load_weights(model, "memory://store/x")
