@@ -41,7 +41,6 @@ class Uploader:
         self.is_failing = False
         """Whether the latest upload has failed."""
         self._folder = folder
-        self._best = folder.file(BEST)
         self._run = run
         self._keep_last = keep_last
         self._is_newcomer = is_newcomer
@@ -49,7 +48,7 @@ class Uploader:
         self._problem = ""
         self._num_skipped = 0
         self._condition = threading.Condition()
-        # At most one of them is the best one, the file of that name, and one is another.
+        # At most one of them is the best one, by its name, and one is another.
         self._waiting: list[Path] = []
         self._sending: Path | None = None
         # Local files that are in the store, with their places there.
@@ -134,7 +133,7 @@ class Uploader:
 
     def _like(self, path: Path) -> list[Path]:
         """Return the file of the same kind that waits: another best one, or another one."""
-        return [each for each in self._waiting if (each == self._best) == (path == self._best)]
+        return [each for each in self._waiting if _is_best(each) == _is_best(path)]
 
     def _skip(self, path: Path, newer: Path) -> None:
         """Leave out a file, as a newer one waits; one of the same name has replaced it."""
@@ -166,7 +165,7 @@ class Uploader:
             if not self._waiting or self._has_given_up:
                 return False
             # The best one last: it may be another one's copy.
-            self._waiting.sort(key=lambda path: path == self._best)
+            self._waiting.sort(key=_is_best)
             self._sending = self._waiting.pop(0)
             return True
 
@@ -206,12 +205,12 @@ class Uploader:
         with self._condition:
             if path in self._waiting:  # a newer one has its name
                 return
-            if path != self._best:
-                for older in self._uploaded.keys() - {self._best}:
+            if not _is_best(path):
+                for older in [each for each in self._uploaded if not _is_best(each)]:
                     _delete(older)
                     del self._uploaded[older]
             self._uploaded[path] = url
-        if self._keep_last and path != self._best:
+        if self._keep_last and not _is_best(path):
             # Only now: what this run resumed from stays until a newer one is complete.
             self._prune(self._folder.path / name)
 
@@ -240,6 +239,10 @@ class Uploader:
 
     def _note_progress(self, *_: object, **__: object) -> None:
         self._progressed_at = time.monotonic()
+
+
+def _is_best(path: Path) -> bool:
+    return path.name.startswith(BEST)
 
 
 def _delete(path: Path) -> None:
