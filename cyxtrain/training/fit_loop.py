@@ -117,7 +117,7 @@ class FitLoop:
                 stop = error.with_traceback(None)
                 self._requests.begin_stop(stop)
                 self._ddp.sync_buffers()
-            self._manager.finish(self._session.totals)
+            self._manager.finish(self._session.totals, self._requests.seconds_left)
             self._report_checkpoints()
             best = ""
             if stop is None:

@@ -15,7 +15,7 @@ from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require, require_integer, unknown_name
 from cyxtrain.data.sources.open import yields_batches
-from cyxtrain.environment.regular_files import local_path
+from cyxtrain.environment.regular_files import path_or_url, url_of
 from cyxtrain.errors import ConfigError, brief, counted
 
 
@@ -269,12 +269,13 @@ def _checkpoint_path(resume: Any) -> str | None:
     """Return "auto", the path of the checkpoint to resume from, or None."""
     if resume is None:
         return None
-    if not isinstance(resume, (str, os.PathLike)) or resume == "":
+    is_path = isinstance(resume, (str, os.PathLike)) or bool(url_of(resume))
+    if not is_path or resume == "":
         hint = ' Did you mean "auto", the newest in checkpoint_dir?' if resume is True else ""
         raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.{hint}')
     if isinstance(resume, str) and resume != "auto" and resume.lower() in _LIKE_AUTO:
         raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')
-    return local_path("fit.resume", resume)
+    return path_or_url("fit.resume", resume)
 
 
 def _validation_sets(

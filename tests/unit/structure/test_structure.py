@@ -80,7 +80,14 @@ INSIDE = {
         "reducer",
         "wrapper",
     ],
-    "checkpoint": ["format files", "checkpoint_file", "validation", "weights transport folder", "writer"],
+    "checkpoint": [
+        "remote_files",
+        "format files",
+        "checkpoint_file",
+        "validation",
+        "weights transport folder",
+        "writer uploader",
+    ],
     "training": [
         "trained",
         "state",
