@@ -17,6 +17,7 @@ from cyxtrain.config.settings import require
 from cyxtrain.environment.process_env import ENVIRON
 
 _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255}
+_KINDS = {".png": "plot"}
 # Of a value in a table of settings; MLflow shows no more.
 _LONGEST_VALUE = 500
 
@@ -48,6 +49,10 @@ class _Installed(Tracker):
     def _id(self) -> str:
         return str(operator.attrgetter(self._id_name)(self._run))
 
+    def _name_of(self, run_id: str) -> str | None:
+        # A run that continues keeps its own.
+        return None if run_id else self.name
+
     def log(self, points: list[Point]) -> None:
         for step, group in itertools.groupby(points, lambda point: point.step):
             self._log(step, {point.name: point.value for point in group})
@@ -56,7 +61,7 @@ class _Installed(Tracker):
         self._run.log(numbers, step=step)
 
     def artifact(self, path: Path) -> None:
-        self._run.log_artifact(str(path), type="model")
+        self._run.log_artifact(str(path), type=_KINDS.get(path.suffix, "model"))
 
 
 class MLflow(_Installed):
@@ -84,9 +89,10 @@ class MLflow(_Installed):
             if self.project is not None:
                 found = client.get_experiment_by_name(self.project)
                 experiment_id = found.experiment_id if found else client.create_experiment(self.project)
-            self._run = mlflow.start_run(run_id or None, experiment_id, self.name)
-        params = [mlflow.entities.Param(name, value[:_LONGEST_VALUE]) for name, value in settings.items()]
-        client.log_batch(self._id(), params=params)
+            self._run = mlflow.start_run(run_id or None, experiment_id, self._name_of(run_id))
+        # MLflow refuses to change those that a run has.
+        new = {name: settings[name][:_LONGEST_VALUE] for name in {*settings} - {*client.get_run(self._id()).data.params}}
+        client.log_batch(self._id(), params=[mlflow.entities.Param(*each) for each in new.items()])
         return self._id()
 
     def log(self, points: list[Point]) -> None:
@@ -102,7 +108,7 @@ class MLflow(_Installed):
     def artifact(self, path: Path) -> None:
         import mlflow
 
-        mlflow.MlflowClient().log_artifact(self._id(), str(path), "checkpoints")
+        mlflow.MlflowClient().log_artifact(self._id(), str(path), f"{_KINDS.get(path.suffix, 'checkpoint')}s")
 
     def finish(self, status: str) -> None:
         import mlflow
@@ -126,7 +132,8 @@ class WandB(_Installed):
         import wandb
 
         if self._run is None:
-            self._run = wandb.init(project=self.project, name=self.name, id=run_id or None, resume="allow")
+            name = self._name_of(run_id)
+            self._run = wandb.init(project=self.project, name=name, id=run_id or None, resume="allow")
         self._run.config.update(dict(settings), allow_val_change=True)
         # W&B's own step only rises: it drops numbers of one step that are sent apart.
         self._run.define_metric("*", step_metric="step")
