@@ -91,8 +91,9 @@ class MLflow(_Installed):
                 experiment_id = found.experiment_id if found else client.create_experiment(self.project)
             self._run = mlflow.start_run(run_id or None, experiment_id, self._name_of(run_id))
         # MLflow refuses to change those that a run has.
-        new = {name: settings[name][:_LONGEST_VALUE] for name in {*settings} - {*client.get_run(self._id()).data.params}}
-        client.log_batch(self._id(), params=[mlflow.entities.Param(*each) for each in new.items()])
+        new = settings.keys() - client.get_run(self._id()).data.params
+        params = [mlflow.entities.Param(name, settings[name][:_LONGEST_VALUE]) for name in new]
+        client.log_batch(self._id(), params=params)
         return self._id()
 
     def log(self, points: list[Point]) -> None:
