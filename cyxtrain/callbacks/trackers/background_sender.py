@@ -97,10 +97,12 @@ class BackgroundSender:
 
     def _run(self) -> None:
         with contextlib.ExitStack() as stack:
+            # A process that was killed has left its own.
+            self._attempt(_is_in_use, self._path)
             # Locked while it is there, so that other fits leave the run alone.
             self._attempt(stack.enter_context, temporary_file(self._path, _FILE))
             if self.run["status"] and not self._status:
-                self._finish_earlier_runs()
+                self._attempt(self._finish_earlier_runs)
                 if self.run["unseen"]:
                     self.run["unseen"] = git_state() | self.run["unseen"]
             if self._repeat(self._start):
