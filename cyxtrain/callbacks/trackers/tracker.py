@@ -112,7 +112,10 @@ class Tracker(Callback, abc.ABC):
             return
         self._status = "KILLED"
         self._has_warned = False
-        run = self._run_to_begin(self._active_run(), resumed=resumed)
+        active = self._active_run()
+        run = self._run_to_begin(active, resumed=resumed)
+        if not active:
+            run["status"] = self._status
         self._last = run["sent"] | {name: step for name, step, *_ in run["waiting"]}
         self._sender = BackgroundSender(self, run, self._path(run["key"]))
         self._sender.begin(seconds_left)
@@ -134,8 +137,7 @@ class Tracker(Callback, abc.ABC):
             run["waiting"] = [each for each in waiting.values() if each[1] > run["sent"].get(each[0], -1)]
         else:
             run = new_run(secrets.token_hex(8), active) | {"settings": deciding, "unseen": settings}
-        run |= {name: vars(self).get(name) for name in ("project", "name")}
-        return run | {"status": "" if active else self._status}
+        return run | {"project": vars(self).get("project"), "name": vars(self).get("name"), "status": ""}
 
     def _path(self, key: str) -> Path:
         return Path(local_path("folder", self.folder)).absolute() / f"{type(self).__name__}-{key}.json"
