@@ -127,7 +127,7 @@ def wait_until_sent(tracker: Tracker) -> None:
 def join_late_threads() -> None:
     """Wait for the calls that had not returned when a fit ended."""
     for thread in threading.enumerate():
-        if thread.name.startswith("cyxtrain-tracker"):
+        if thread.name.endswith(", late"):
             thread.join()
 
 

@@ -23,6 +23,7 @@ BATCH_POINTS = 1_000
 BATCH_SECONDS = 1.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _FILE = "file of a tracker's run"
+_LATE = ", late"
 
 
 class Point(NamedTuple):
@@ -55,7 +56,7 @@ class BackgroundSender:
         self._files: dict[str, Path] = {}
         self._status = status
         self._has_tried = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="cyxtrain-tracker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=type(tracker).__name__, daemon=True)
 
     def begin(self, seconds: float) -> None:
         """Start the thread, and wait so long for its first call."""
@@ -90,7 +91,7 @@ class BackgroundSender:
             if self.run["status"]:
                 self.run["status"] = status
             self._condition.notify_all()
-        self._thread.name = _late_name(self._tracker)
+        self._thread.name += _LATE
         self._thread.join(END_SECONDS)
         self._write()
         return self.state()
@@ -110,17 +111,14 @@ class BackgroundSender:
 
     def _finish_earlier_runs(self) -> None:
         """Send what waits of runs whose processes are gone, and finish them."""
+        own = self.run
         until = time.monotonic() + START_SECONDS
-        kind = self._path.name.partition("-")[0]
-        for path in self._path.parent.glob(f"{kind}-*.json"):
-            if path != self._path and time.monotonic() < until:
-                self._attempt(self._finish_earlier_run, path)
-
-    def _finish_earlier_run(self, path: Path) -> None:
-        run = new_run() | read_run(path)
-        # A run without an id begins only now, under this tracker's name.
-        is_own = run["project"] == self.run["project"] and (run["run_id"] or run["name"] == self.run["name"])
-        if run["status"] and is_own and not _is_in_use(path):
+        for path in self._path.parent.glob(f"{type(self._tracker).__name__}-*.json"):
+            run = new_run() | read_run(path)
+            # A run without an id begins only now, under this tracker's name.
+            is_alike = run["project"] == own["project"] and (run["run_id"] or run["name"] == own["name"])
+            if not run["status"] or not is_alike or time.monotonic() > until or _is_in_use(path):
+                continue
             earlier = BackgroundSender(self._tracker, run, path, run["status"])
             earlier._run()
             self.problem = self.problem or earlier.problem
@@ -198,13 +196,9 @@ def wait_for_late(tracker: Any) -> float:
     """Wait for threads of earlier fits with such a tracker; return what is left of 5 s, 0: one is still there."""
     until = time.monotonic() + START_SECONDS
     for each in threading.enumerate():
-        if each.name == _late_name(tracker):
+        if each.name == type(tracker).__name__ + _LATE:
             each.join(until - time.monotonic())
     return max(until - time.monotonic(), 0.0)
-
-
-def _late_name(tracker: Any) -> str:
-    return f"cyxtrain-tracker {type(tracker).__name__}"
 
 
 def new_run(key: str = "", run_id: str = "") -> dict[str, Any]:

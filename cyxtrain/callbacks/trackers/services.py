@@ -49,10 +49,6 @@ class _Installed(Tracker):
     def _id(self) -> str:
         return str(operator.attrgetter(self._id_name)(self._run))
 
-    def _name_of(self, run_id: str) -> str | None:
-        # A run that continues keeps its own.
-        return None if run_id else self.name
-
     def log(self, points: list[Point]) -> None:
         for step, group in itertools.groupby(points, lambda point: point.step):
             self._log(step, {point.name: point.value for point in group})
@@ -89,7 +85,9 @@ class MLflow(_Installed):
             if self.project is not None:
                 found = client.get_experiment_by_name(self.project)
                 experiment_id = found.experiment_id if found else client.create_experiment(self.project)
-            self._run = mlflow.start_run(run_id or None, experiment_id, self._name_of(run_id))
+            # An earlier run keeps its name.
+            name = None if run_id else self.name
+            self._run = mlflow.start_run(run_id or None, experiment_id, name)
         # MLflow refuses to change those that a run has.
         new = settings.keys() - client.get_run(self._id()).data.params
         params = [mlflow.entities.Param(name, settings[name][:_LONGEST_VALUE]) for name in new]
@@ -133,7 +131,7 @@ class WandB(_Installed):
         import wandb
 
         if self._run is None:
-            name = self._name_of(run_id)
+            name = None if run_id else self.name
             self._run = wandb.init(project=self.project, name=name, id=run_id or None, resume="allow")
         self._run.config.update(dict(settings), allow_val_change=True)
         # W&B's own step only rises: it drops numbers of one step that are sent apart.
