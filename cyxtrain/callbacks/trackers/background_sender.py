@@ -56,7 +56,7 @@ class BackgroundSender:
         self._files: dict[str, Path] = {}
         self._status = status
         self._has_tried = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=type(tracker).__name__, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"cyxtrain {type(tracker).__name__}", daemon=True)
 
     def begin(self, seconds: float) -> None:
         """Start the thread, and wait so long for its first call."""
@@ -196,7 +196,7 @@ def wait_for_late(tracker: Any) -> float:
     """Wait for threads of earlier fits with such a tracker; return what is left of 5 s, 0: one is still there."""
     until = time.monotonic() + START_SECONDS
     for each in threading.enumerate():
-        if each.name == type(tracker).__name__ + _LATE:
+        if each.name == f"cyxtrain {type(tracker).__name__}{_LATE}":
             each.join(until - time.monotonic())
     return max(until - time.monotonic(), 0.0)
 
