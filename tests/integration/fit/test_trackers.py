@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import file_tracker
 import pytest
 from file_tracker import (
     FIT,
@@ -142,6 +143,32 @@ def test_a_run_without_its_local_file_continues_from_the_checkpoint(alone, tmp_p
     losses = curves(f"{tmp_path}/calls")["loss"]
     assert [step for step, _ in sorted(set(losses))] == [5, 10, 15, 20]
     assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 1"]
+
+
+RESTARTED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import cyxtrain as cx
+from file_tracker import FileTracker, Killer, fit
+
+tracker = FileTracker(os.path.abspath("calls"), log_every_n_steps=1)
+step = 11 if os.environ["CYXTRAIN_ATTEMPT"] == "0" else 0
+with cx.init():
+    fit(tracker, Killer("batch", step, signal.SIGKILL, tracker), checkpoint_every_n_steps=2)
+"""
+
+
+@posix
+@pytest.mark.nightly
+def test_a_fit_that_the_launcher_restarts_goes_on_in_the_same_run(undisturbed, tmp_path):
+    (tmp_path / "train.py").write_text(RESTARTED, encoding="utf-8")
+    support = str(Path(file_tracker.__file__).parent)
+    command = [sys.executable, "-m", "cyxtrain.launch", "--restarts", "1", "2", "train.py", support]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert curves(f"{tmp_path}/calls") == undisturbed
+    assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 1"]
+    assert of_kind(f"{tmp_path}/calls", "finish") == ["FINISHED"]
 
 
 @posix
