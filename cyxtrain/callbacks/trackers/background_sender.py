@@ -104,8 +104,8 @@ class BackgroundSender:
             self._attempt(stack.enter_context, temporary_file(self._path, _FILE))
             if self.run["status"] and not self._status:
                 self._attempt(self._finish_earlier_runs)
-                if self.run["unseen"]:
-                    self.run["unseen"] = git_state() | self.run["unseen"]
+            if self.run["unseen"] and not self._status:
+                self.run["unseen"] = git_state() | self.run["unseen"]
             if self._repeat(self._start):
                 self._send()
 
