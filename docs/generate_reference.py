@@ -162,8 +162,8 @@ ENVIRONMENT = (
         "path",
         "`~/.cache/cyxtrain/staging`",
         "",
-        "Folder in which files wait until they are [uploaded to a store](resuming.md#checkpoints-in-a-store). A disk is "
-        "better than a folder in memory: what waits there survives a restart.",
+        "Folder in which files wait until they are [uploaded to a store](resuming.md#checkpoints-in-a-store). A disk "
+        "is better than a folder in memory: what waits there survives a restart.",
     ),
     (
         "CYXTRAIN_BAR_COLUMNS",
