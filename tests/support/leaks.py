@@ -115,9 +115,9 @@ def _descriptors() -> Counter[str]:
 
 
 def _environment() -> dict[str, str]:
-    # pytest says where it is, PyTorch's compiler notes its cache when an optimizer first imports it, and Lightning sets
-    # a variable for PyTorch when it is imported.
-    known = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK")
+    # pytest says where it is, PyTorch's compiler notes its cache when an optimizer first imports it, and Lightning and
+    # Polars set a variable when they are imported.
+    known = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "_RJEM_MALLOC_CONF")
     return {name: value for name, value in os.environ.items() if name not in known}
 
 

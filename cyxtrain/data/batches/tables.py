@@ -141,6 +141,8 @@ def _of_pandas(name: Any, column: Any) -> _Column:
     def read(dtype: np.dtype[Any]) -> Any:
         if isinstance(kind, np.dtype):
             return column
+        if dtype.kind not in "fc":  # then no value is missing
+            return column.to_numpy(dtype=dtype)
         return column.to_numpy(dtype=dtype, na_value=np.nan)
 
     return _Column(name, label, _with_nan(plain, bool(column.isna().any())), read)
@@ -149,7 +151,9 @@ def _of_pandas(name: Any, column: Any) -> _Column:
 def _of_polars(name: Any, column: Any) -> _Column:
     label = str(column.dtype)
     plain = None
-    if column.dtype.is_numeric() or label == "Boolean":
+    if label.endswith("Int128"):  # NumPy has no such type
+        plain = np.dtype(object)
+    elif column.dtype.is_numeric() or label == "Boolean":
         plain = column.head(0).to_numpy().dtype
     elif label == "Object":
         label = _class_of_first(column.drop_nulls())

@@ -219,9 +219,9 @@ def test_a_query_validates_a_model_without_y():
 
 
 @pytest.mark.nightly
-def test_a_dataset_of_hugging_face_without_a_format_is_asked_for_one_in_one_line():
+def test_a_dataset_of_hugging_face_without_a_format_is_asked_for_one_in_one_line(monkeypatch):
     datasets: Any = pytest.importorskip("datasets")
-
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a progress bar, also a disabled one, leaves a thread
     rows = datasets.Dataset.from_dict({"input": INPUTS.tolist(), "labels": TARGETS.tolist()})
     with one_process():
         model = make_model()

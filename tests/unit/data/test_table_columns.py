@@ -8,6 +8,7 @@ from decimal import Decimal
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import leaks
 import numpy as np
 import pytest
 from markers import by_night
@@ -38,7 +39,8 @@ REMEDIES = {
 
 def table(library: str, columns: dict[str, Any]) -> Any:
     module: Any = pytest.importorskip(library)
-    return module.table(columns) if library == "pyarrow" else module.DataFrame(columns)
+    with leaks.kept():  # threads of Polars wait at a descriptor
+        return module.table(columns) if library == "pyarrow" else module.DataFrame(columns)
 
 
 def column(library: str, values: list[Any], dtype: str) -> Any:
