@@ -85,6 +85,12 @@ class Opaque(Stream):
 
 
 class Broken(Stream):
+    """Begins anew in each pass, and has no state."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.state = {"given": 0}
+        return super().__iter__()
+
     def state_dict(self) -> dict[str, Any]:
         raise RuntimeError("no state now")
 

@@ -98,7 +98,7 @@ def test_readers_that_skip_steps_continue_with_the_same_samples_on_any_number_of
     whole = steps(passes(before), 7)
     resumed = passes(after)
     for each in resumed:
-        each.skip(num_done, 7)
+        assert each.resume(num_done, 7, {}) == ""
     left = [sorted(itertools.chain(*step)) for step in steps(resumed, 7)]
     assert left == [sorted(itertools.chain(*step)) for step in whole[num_done:]]
 
@@ -109,9 +109,9 @@ def test_samples_that_were_looked_at_stay_the_next_ones(count):
     first = peeked.peek(count)
     assert len(first) == min(count, TOTAL)
     assert peeked.peek(count) == first
-    peeked.skip(1, 7)
+    peeked.resume(1, 7, {})
     (skipped,) = passes(1)
-    skipped.skip(1, 7)
+    skipped.resume(1, 7, {})
     assert steps([peeked], 7) == steps([skipped], 7)
 
 
