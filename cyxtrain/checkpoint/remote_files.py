@@ -40,7 +40,7 @@ _OBJECT_STORES = (*_S3, "gs", "gcs", "az", "abfs", "abfss")
 def staging_folder(url: str) -> Path:
     """Return the local folder in which files wait that are uploaded to a URL; the same for each process."""
     slug = re.sub(r"[^A-Za-z0-9]+", "-", url)[-_SLUG_CHARACTERS:].strip("-")
-    return process_env.staging_dir() / f"{slug}-{xxhash.xxh3_64_hexdigest(url)}"
+    return process_env.staging_dir() / f"{slug}-{xxhash.xxh3_64_hexdigest(url.encode())}"
 
 
 def require_reachable(url: str, *, writes: bool) -> None:

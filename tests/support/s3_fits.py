@@ -68,7 +68,13 @@ def fit(url: str, endpoint: str, staging: str, settings: dict[str, Any]) -> tupl
     optimizer = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9)
     trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer)
     steps = shelf.Steps()
-    given = {"epochs": 3, "effective_batch_size": 6, "verbose": False, "checkpoint_every_n_epochs": 1, "keep_last": 1}
+    given: dict[str, Any] = {
+        "epochs": 3,
+        "effective_batch_size": 6,
+        "verbose": False,
+        "checkpoint_every_n_epochs": 1,
+        "keep_last": 1,
+    }
     trainer.fit(*make_rows(24), checkpoint_dir=url, callbacks=[steps], **(given | settings))
     return flat(model.parameters()), trainer.epoch, steps.count
 

@@ -104,7 +104,7 @@ def fit(folder: str, staging: str, before: Sequence[Any] = (nothing,), settings:
     os.environ["CYXTRAIN_STAGING_DIR"] = staging
     function, *numbers = before
     Shelf.before = staticmethod(function(*numbers) if numbers else function)
-    given = {"epochs": 3, "effective_batch_size": 6, "verbose": False, "checkpoint_every_n_epochs": 1}
+    given: dict[str, Any] = {"epochs": 3, "effective_batch_size": 6, "verbose": False, "checkpoint_every_n_epochs": 1}
     given |= settings or {}
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), given.pop("rate", 0.1), momentum=0.9)

@@ -6,6 +6,7 @@ import fsspec
 import pytest
 import torch
 from fitting import fingerprint, make_model
+from fsspec.registry import known_implementations
 from shelf import Shelf, dying, kept, nothing
 
 import cyxtrain as cx
@@ -77,9 +78,7 @@ def test_a_failed_upload_leaves_the_old_file_and_nothing_else(tmp_path, in_order
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch):
-    monkeypatch.setitem(
-        fsspec.registry.known_implementations, "nolib", {"class": "no_such_lib.X", "err": "Install no_such_lib"}
-    )
+    monkeypatch.setitem(known_implementations, "nolib", {"class": "no_such_lib.X", "err": "Install no_such_lib"})
     for url, words in (("nolib://a/b", "Install no_such_lib. fsspec needs"), ("nothing://a", "not known: nothing")):
         with pytest.raises(cx.ConfigError, match=words):
             require_reachable(url, writes=True)
@@ -109,7 +108,7 @@ def test_a_checkpoint_is_looked_into_by_its_end(tmp_path, size):
 def test_a_cut_checkpoint_is_corrupt(tmp_path):
     write_checkpoint(tmp_path / "epoch-0003.ckpt", CheckpointState({"weight": torch.zeros(10)}, run=RUN))
     content = (tmp_path / "epoch-0003.ckpt").read_bytes()
-    (tmp_path / "epoch-0003.ckpt").write_bytes(content[:-50])
+    (tmp_path / "epoch-0003.ckpt").write_bytes(content[:-100])
     found = look_into(f"local://{tmp_path}/epoch-0003.ckpt")
     assert not found.position
     assert f"Checkpoint local://{tmp_path}/epoch-0003.ckpt is corrupt" in found.problem
