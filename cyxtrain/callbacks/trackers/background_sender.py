@@ -208,7 +208,7 @@ def new_run(key: str = "", run_id: str = "") -> dict[str, Any]:
     has not been shown; "sent" is the last step of each curve; "status" is what the run is to be finished with, "" if it
     is finished or a user's.
     """
-    run = {"key": key, "run_id": run_id, "project": None, "name": None, "unseen": {}, "status": ""}
+    run: dict[str, Any] = {"key": key, "run_id": run_id, "project": "", "name": "", "unseen": {}, "status": ""}
     return run | {"sent": {}, "waiting": [], "checkpoint_step": -1}
 
 

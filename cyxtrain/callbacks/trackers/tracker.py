@@ -137,7 +137,7 @@ class Tracker(Callback, abc.ABC):
             run["waiting"] = [each for each in waiting.values() if each[1] > run["sent"].get(each[0], -1)]
         else:
             run = new_run(secrets.token_hex(8), active) | {"settings": deciding, "unseen": settings}
-        return run | {"project": vars(self).get("project"), "name": vars(self).get("name"), "status": ""}
+        return run | {name: str(vars(self).get(name) or "") for name in ("project", "name")} | {"status": ""}
 
     def _path(self, key: str) -> Path:
         return Path(local_path("folder", self.folder)).absolute() / f"{type(self).__name__}-{key}.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
 import shutil
 import signal
@@ -193,8 +194,16 @@ def test_runs_of_one_folder_leave_each_other_alone(alone, tmp_path):
 # --- what a run shows -----------------------------------------------------------------------------------------------
 
 
-def test_a_run_shows_its_data_the_load_of_the_system_and_plots(alone, tmp_path, monkeypatch):
+@pytest.fixture(scope="module")
+def fonts() -> None:
+    """matplotlib keeps its fonts' files open from its first picture on."""
     pytest.importorskip("matplotlib")
+    metric = cx.metrics.ConfusionMatrix(None)
+    metric([0, 1], [0, 1])
+    metric.figure.savefig(io.BytesIO())
+
+
+def test_a_run_shows_its_data_the_load_of_the_system_and_plots(fonts, alone, tmp_path, monkeypatch):
     monkeypatch.setattr(tracker, "_LOAD_SECONDS", 0.0)
     file = f"{tmp_path}/calls"
     trainer = cx.DistributedTrainer(make_model(), "cross_entropy", metrics=[cx.metrics.ConfusionMatrix(path=None)])
