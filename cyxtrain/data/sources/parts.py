@@ -19,16 +19,16 @@ class Parts(NamedTuple):
     what: str  # in messages
     read: Callable[[int, int], Iterable[Any]]
     needs_readers: bool = True  # whether nothing else can read them
-    count: int | None = None  # how many parts there are; None: as many as readers
+    number: int | None = None  # how many parts there are; None: as many as readers
     unit: str = ""  # what a part is
     digest: str = ""  # recognizes the parts
 
     def check(self, readers: int, world_size: int) -> None:
         """Raise ConfigError if so many readers cannot share the parts, or so many ranks the readers."""
-        if self.count is not None and self.count < readers:
+        if self.number is not None and self.number < readers:
             raise ConfigError(
-                f"readers={readers}, and X has {counted(self.count, self.unit)}: some readers would have nothing to "
-                f"read. Set readers={max(self.count, 1)} or less, or write the data in more parts."
+                f"readers={readers}, and X has {counted(self.number, self.unit)}: some readers would have nothing to "
+                f"read. Set readers={max(self.number, 1)} or less, or write the data in more parts."
             )
         if world_size > readers:
             raise ConfigError(

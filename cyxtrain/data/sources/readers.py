@@ -185,8 +185,8 @@ class ReaderSource(FirstBatchSource):
             self._owned = readers_of_training(self.readers, slices)
         else:
             # Each sample once needs no certain number of readers.
-            if parts.count is not None:
-                self.readers = max(1, min(self.readers, parts.count))
+            if parts.number is not None:
+                self.readers = max(1, min(self.readers, parts.number))
             self._owned = readers_of_evaluation(self.readers, slices)
         self._first: Rows | None = None
         self._begun: RankReaders | None = self._new_pass(number)

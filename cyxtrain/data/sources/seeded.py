@@ -62,7 +62,7 @@ class SeededIterator(ABC):
             begin_pass(parts, self._others, seed, number, rank)
             made = make()
             self._initial = [(part, _initial_state(part)) for part in (made, getattr(made, "dataset", None))]
-            self._stateful = _stateful_of(made)
+            self._stateful: Any = _stateful_of(made)
             if saved is not None:
                 _load(self._stateful, saved["state"])
             self._items = iter(made)

@@ -330,8 +330,9 @@ def test_parquet_is_read_by_row_groups(world_size, tmp_path):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_stream_of_hugging_face_is_read_by_shards(world_size):
+def test_a_stream_of_hugging_face_is_read_by_shards(world_size, monkeypatch):
     pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a progress bar, also a disabled one, leaves a thread
     with one_process():
         expected = fit_stream({})
     found = everywhere(world_size, fit_stream, {})
@@ -341,8 +342,9 @@ def test_a_stream_of_hugging_face_is_read_by_shards(world_size):
 
 
 @pytest.mark.nightly
-def test_fewer_parts_than_readers_and_filtered_files_are_refused(tmp_path):
+def test_fewer_parts_than_readers_and_filtered_files_are_refused(tmp_path, monkeypatch):
     pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)
     dataset = pytest.importorskip("pyarrow.dataset")
     folder = str(write_parquet(tmp_path))
     data = dataset.dataset(folder, format="parquet")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,12 +130,12 @@ def fit_kind(kind: type[Stream], *arguments: Any) -> dict[str, Any]:
     return fit(kind(), *arguments)
 
 
-def resumed(world_size: int, step: int, function: Any, folder: Path, settings: Any) -> list[Any]:
-    """Returns (whole, resumed) of each rank."""
-    whole = everywhere(world_size, function, str(folder), None, settings)
+def resumed(world_size: int, step: int, function: Any, folder: Path, settings: Any, *first: Any) -> list[Any]:
+    """Returns (whole, resumed) of each rank; `first`: the function's first arguments."""
+    whole = everywhere(world_size, function, *first, str(folder), None, settings)
     keep_only(folder, step)
     close_worlds()  # what resumes is another process
-    again = everywhere(world_size, function, str(folder), "auto", settings)
+    again = everywhere(world_size, function, *first, str(folder), "auto", settings)
     for before, after in zip(whole, again, strict=True):
         assert before["bits"] == after["bits"]
         assert before["history"] == after["history"]
@@ -160,7 +159,7 @@ CASES = {
 @pytest.mark.parametrize("kind", CASES)
 def test_a_stream_resumes_from_its_state_or_is_read_again_with_the_same_bits(kind, tmp_path):
     expected, words = CASES[kind]
-    [(whole, again)] = resumed(1, SAVED, functools.partial(fit_kind, kind), tmp_path, {"batch_size": BATCH})
+    [(whole, again)] = resumed(1, SAVED, fit_kind, tmp_path, {"batch_size": BATCH}, kind)
     more = 2 * (BATCH if kind is Samples else 1)  # the first batch, and the last step again
     if kind is Losing:
         more += 1
@@ -279,8 +278,8 @@ def fit_loader(workers: int, noise: float, folder: str, resume: str | None, sett
 @pytest.mark.parametrize("noise", [0.0, 0.1])
 def test_a_stateful_data_loader_resumes_from_its_state(workers, noise, world_size, tmp_path):
     pytest.importorskip("torchdata.stateful_dataloader")
-    function = functools.partial(fit_loader, workers, noise)
-    found = resumed(world_size, SAVED // world_size - 1 + world_size % 2, function, tmp_path, {"sharded_data": False})
+    step = {1: SAVED, 2: 8}[world_size]
+    found = resumed(world_size, step, fit_loader, tmp_path, {"sharded_data": False}, workers, noise)
     for rank, (_, again) in enumerate(found):
         # Workers draw numbers that no state has.
         assert bool(again["warned"]) == (workers > 0 and noise > 0 and rank == 0)
@@ -308,10 +307,13 @@ def fit_hugging_face(shuffles: bool, folder: str, resume: str | None, settings: 
 @pytest.mark.nightly
 @pytest.mark.parametrize("readers", [None, 2])
 @pytest.mark.parametrize("shuffles", [False, True])
-def test_a_stream_of_hugging_face_resumes_from_its_state_unless_it_has_a_shuffle_buffer(shuffles, readers, tmp_path):
+def test_a_stream_of_hugging_face_resumes_from_its_state_unless_it_has_a_shuffle_buffer(
+    shuffles, readers, tmp_path, monkeypatch
+):
     pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a progress bar, also a disabled one, leaves a thread
     settings = {} if readers is None else {"readers": readers, "effective_batch_size": BATCH, "sharded_data": None}
-    [(_, again)] = resumed(1, SAVED, functools.partial(fit_hugging_face, shuffles), tmp_path, settings)
+    [(_, again)] = resumed(1, SAVED, fit_hugging_face, tmp_path, settings, shuffles)
     assert ["shuffle buffer" in text for text in again["warned"]] == [True] * shuffles
     if not shuffles:
         assert again["read"] <= BATCH * (LEFT + 4)

@@ -144,3 +144,27 @@ def test_functions_of_reader_and_readers_are_data_in_parts():
     parts = parts_of(with_defaults, trains=True)
     assert parts is not None
     assert not parts.needs_readers
+
+
+@pytest.mark.nightly
+def test_a_reader_of_parquet_has_one_row_group_in_memory_and_another_while_it_is_read(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    dataset = pytest.importorskip("pyarrow.dataset")
+    rows, groups = 50_000, 10
+    values = np.random.default_rng(0).random(rows * groups)
+    table = pyarrow.table({"a": values, "b": values, "label": np.arange(rows * groups)})
+    parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=rows)
+    size = table.nbytes / groups
+    del table
+    parts = parts_of(dataset.dataset(str(tmp_path), format="parquet"), trains=True)
+    assert parts is not None
+    assert parts.number == groups
+    before = pyarrow.total_allocated_bytes()
+    most = 0
+    labels = []
+    for sample in parts.read(1, 2):
+        most = max(most, pyarrow.total_allocated_bytes() - before)
+        labels.append(int(sample["label"]))
+    assert labels == [row for group in range(1, groups, 2) for row in range(rows * group, rows * (group + 1))]
+    assert most <= 2.5 * size
