@@ -80,12 +80,13 @@ def test_two_ranks_resume_to_equal_bits(endpoint, undisturbed, tmp_path):
     arguments = ("s3://bucket/equal", endpoint, str(tmp_path / "first"))
     killed = run_ranks(2, s3_fits.fit_in_a_world, *arguments, {"keep_best": "loss"}, 8, True, seconds=60)
     assert killed[0].kind == "Killed"
-    settings = {"resume": "auto", "keep_best": "loss", "load_best": True}
+    settings = {"resume": "auto", "keep_best": "loss"}
     elsewhere = ("s3://bucket/equal", endpoint, str(tmp_path / "second"))
     resumed = values(run_ranks(2, s3_fits.fit_in_a_world, *elsewhere, settings, seconds=60))
     assert all(np.array_equal(parameters, undisturbed) for parameters, *_ in resumed)
     [there] = values(run_ranks(1, s3_fits.epochs_in, *elsewhere, seconds=60))
-    assert there == [3, 3]
+    assert len(there) == 2  # the best, which may be an earlier one, and the last
+    assert there[1] == 3
 
 
 def test_an_upload_takes_little_memory(endpoint, tmp_path):
