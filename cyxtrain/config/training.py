@@ -328,6 +328,14 @@ class DistributedTrainingConfig:
                 self.precision == "fp16",
                 f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.",
             )
+        self._check_pairs(owner)
+        local_path(f"{owner}.profile", str(self.profile))
+        path_or_url(f"{owner}.checkpoint_dir", self.checkpoint_dir)
+        # The config travels as JSON.
+        self.checkpoint_dir = url_of(self.checkpoint_dir) or os.fspath(self.checkpoint_dir)
+
+    def _check_pairs(self, owner: str) -> None:
+        """Refuse settings that need another one, or exclude it."""
         require(
             bool(self.validation_split) or not self.validation_stratify,
             f"{owner}.validation_stratify=True needs validation_split, such as 0.1: set both.",
@@ -350,10 +358,6 @@ class DistributedTrainingConfig:
             self.keep_best is not None or not self.load_best,
             f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.',
         )
-        local_path(f"{owner}.profile", str(self.profile))
-        path_or_url(f"{owner}.checkpoint_dir", self.checkpoint_dir)
-        # The config travels as JSON.
-        self.checkpoint_dir = url_of(self.checkpoint_dir) or os.fspath(self.checkpoint_dir)
 
 
 _COMPRESSIONS = (None, "fp16", "bf16", "powersgd")

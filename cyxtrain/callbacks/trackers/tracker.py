@@ -132,12 +132,16 @@ class Tracker(Callback, abc.ABC):
         if resumed or self.trainer.step:
             run |= read_run(self._path(run["key"]))
         if run["key"] and self._continues(run, deciding, active):
-            # The checkpoint may be newer than the file.
-            waiting = {(each[0], each[1]): each for each in (*self._known["waiting"], *run["waiting"])}
-            run["waiting"] = [each for each in waiting.values() if each[1] > run["sent"].get(each[0], -1)]
+            run["waiting"] = self._waiting_points(run)
         else:
             run = new_run(secrets.token_hex(8), active) | {"settings": deciding, "unseen": settings}
         return run | {name: str(vars(self).get(name) or "") for name in ("project", "name")} | {"status": ""}
+
+    def _waiting_points(self, run: Mapping[str, Any]) -> list[Any]:
+        """Return the points of the checkpoint and of the local file that have not been sent."""
+        # The checkpoint may be newer than the file.
+        waiting = {(each[0], each[1]): each for each in (*self._known["waiting"], *run["waiting"])}
+        return [each for each in waiting.values() if each[1] > run["sent"].get(each[0], -1)]
 
     def _path(self, key: str) -> Path:
         return Path(local_path("folder", self.folder)).absolute() / f"{type(self).__name__}-{key}.json"
