@@ -158,6 +158,14 @@ ENVIRONMENT = (
         "`MASTER_PORT`, and the port that the launcher holds for rank 0 in its place until rank 0 listens.",
     ),
     (
+        "CYXTRAIN_STAGING_DIR",
+        "path",
+        "`~/.cache/cyxtrain/staging`",
+        "",
+        "Folder in which files wait until they are [uploaded to a store](resuming.md#checkpoints-in-a-store). A disk "
+        "is better than a folder in memory: what waits there survives a restart.",
+    ),
+    (
         "CYXTRAIN_BAR_COLUMNS",
         "integer",
         "set by the launcher",

@@ -105,7 +105,8 @@ class Callback:
         trainer: The trainer that calls it.
         params: "epochs" (the last one, from 1), "steps" (per epoch), "samples_per_step" (over all ranks),
             "warmup_steps", "verbose", whether there is "validation", names of its "sets" and of "metrics" in the logs
-            of an epoch, and for which of them "larger_is_better".
+            of an epoch, for which of them "larger_is_better", and from `on_train_begin` on a "data_hash" of some of the
+            training data.
     """
 
     trainer: Trainer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import secrets
 import sys
@@ -12,7 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from cyxtrain.environment.regular_files import local_path, open_regular, read_rest, refuse_others
+from cyxtrain.checkpoint.remote_files import read_remote, staging_folder, upload
+from cyxtrain.environment.regular_files import local_path, open_regular, path_or_url, read_rest, refuse_others, url_of
 from cyxtrain.errors import CheckpointError
 
 if sys.platform != "win32":
@@ -43,8 +45,28 @@ def replacing(path: str | os.PathLike[str], what: str, *, synchronizes: bool = T
     """Open a file that replaces `path` when the block succeeds, and leaves nothing when it fails.
 
     A temporary file in its folder is written, synchronized and renamed, then the folder is synchronized: after a power
-    cut the file has its old content or, after the block, the new one; without `synchronizes`, only after a kill.
+    cut the file has its old content or, after the block, the new one; without `synchronizes`, only after a kill. The
+    URL of a store is written to a local folder, and uploaded when the block succeeds.
     """
+    url = url_of(path_or_url(f"the path of a {what}", path))
+    if not url:
+        with _replacing_local(path, what, synchronizes=synchronizes) as file:
+            yield file
+        return
+    folder = staging_folder(url)
+    staged = folder / url.rpartition("/")[2]
+    try:
+        with _replacing_local(staged, what, synchronizes=False) as file:
+            yield file
+        upload(staged, url)
+    finally:
+        with contextlib.suppress(OSError):  # it was not written, or another process writes the same file
+            staged.unlink()
+            folder.rmdir()
+
+
+@contextlib.contextmanager
+def _replacing_local(path: str | os.PathLike[str], what: str, *, synchronizes: bool) -> Iterator[BinaryIO]:
     target = Path(local_path(f"the path of a {what}", path))
     with temporary_file(target, f"{what} {target}") as (file, temporary):
         refuse_others(target)  # renaming would replace a device by a file
@@ -140,7 +162,13 @@ def remove_leftover(path: Path) -> None:
 
 
 def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
-    """Return the content of a regular file; `look` may refuse the open file before all of it is read."""
+    """Return the content of a regular file or of a URL; `look` may refuse the open file before all of it is read."""
+    url = url_of(path_or_url(f"the path of a {what}", path))
+    if url:
+        content = read_remote(url, what)
+        if look is not None:
+            look(io.BytesIO(content))
+        return content
     # Read, not mapped: a mapped file would crash the process on a bad disk.
     try:
         with open_regular(local_path(f"the path of a {what}", path)) as file:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import platform
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from cyxtrain.checkpoint.checkpoint_file import STATE
+from cyxtrain.checkpoint.checkpoint_file import STATE, checkpoint_bytes
 from cyxtrain.checkpoint.files import (
     TEMPORARY_SUFFIX,
     is_locked,
@@ -24,8 +26,9 @@ from cyxtrain.checkpoint.files import (
 )
 from cyxtrain.checkpoint.format.archive import MANIFEST, blaming, read_summary
 from cyxtrain.checkpoint.format.encoding import decode_tree
+from cyxtrain.checkpoint.remote_files import RemoteEnd, list_files, read_remote, remove_remote, staging_folder
 from cyxtrain.checkpoint.validation import is_position, is_run
-from cyxtrain.environment.regular_files import local_path, open_regular, read_text
+from cyxtrain.environment.regular_files import local_path, open_regular, read_text, url_of
 from cyxtrain.errors import CheckpointError, brief
 
 SUFFIX = ".ckpt"
@@ -42,10 +45,18 @@ class Found:
     """A checkpoint in a folder, as far as its manifest tells; without position and run if it is corrupt."""
 
     path: Path
+    """Its local file; in a store: the local file of that name, which need not exist."""
     position: dict[str, Any]
     run: dict[str, Any]
     problem: str = field(default="", compare=False)
     """Why it is corrupt."""
+    url: str = ""
+    """Where it is in a store; "": it is local."""
+
+    @property
+    def where(self) -> str:
+        """Its path or URL."""
+        return self.url or str(self.path)
 
     @property
     def fits(self) -> int | None:
@@ -67,12 +78,33 @@ class Found:
         """A sort key from older to newer: by run, then by step."""
         return (self.run.get("started", 0.0), self.position.get("step", 0), self.position.get("epoch", 0))
 
+    def read(self) -> bytes:
+        """Return the file's bytes, not verified yet."""
+        if self.url:
+            return read_remote(self.url, "checkpoint")
+        return checkpoint_bytes(self.path)
+
+    def remove(self) -> None:
+        """Delete it."""
+        if self.url:
+            remove_remote(self.url)
+        else:
+            self.path.unlink()
+
 
 class CheckpointFolder:
-    """The checkpoints that one rank writes to a folder."""
+    """The checkpoints that one rank writes to a folder.
+
+    If that is the URL of a store, they are written to a local folder first, and wait there until they are uploaded.
+    """
 
     def __init__(self, path: str | os.PathLike[str], rank: int | None = None) -> None:
-        self.path = Path(local_path("checkpoint_dir", path))
+        self.url = url_of(path)
+        """Where the checkpoints go in a store; "": they stay in the folder `path`."""
+        if self.url:
+            self.path = staging_folder(self.url)
+        else:
+            self.path = Path(local_path("checkpoint_dir", path))
         self.infix = ""
         """Part of the names of files, if other runs are writing to the folder."""
         self._suffix = SUFFIX if rank is None else f"-rank{rank}{SUFFIX}"
@@ -82,23 +114,53 @@ class CheckpointFolder:
         """Return the file of a checkpoint, such as "epoch-0003"."""
         return self.path / f"{name}{self.infix}{self._suffix}"
 
+    def aside(self, name: str, run: Mapping[str, Any]) -> str:
+        """Return the name of a file with a run's id in it."""
+        infix = infix_of(run)
+        begin = name.removesuffix(self._suffix).removesuffix(infix)
+        return f"{begin}{infix}{self._suffix}"
+
     def check(self) -> None:
         """Create the folder, and try to write to it."""
         try_folder(self.path, self.file(BEST).name, "checkpoints")
 
     def newest_first(self) -> list[Found]:
-        """Return the checkpoints, corrupt ones first, then the newest. Cost: reading the manifest of each."""
+        """Return the checkpoints, corrupt ones first, then the newest; of a store's, local ones first among equals.
+
+        Raises CheckpointError if a store does not answer. Cost: reading the manifest of each; in a store a listing, and
+        a request for each file that has not been read before.
+        """
+        return sorted([*self._local(), *self.in_store()], key=_age, reverse=True)
+
+    def _local(self) -> list[Found]:
         with contextlib.suppress(OSError):
             # A new folder does not exist yet.
             paths = [path for path in sorted(self.path.iterdir()) if self._pattern.fullmatch(path.name)]
-            return sorted(map(look_into, paths), key=_age, reverse=True)
+            return [*map(look_into, paths)]
         return []
+
+    def in_store(self) -> list[Found]:
+        """Return the checkpoints in the store; [] without a store."""
+        found: list[Found] = []
+        if not self.url:
+            return found
+        for name, (size_bytes, version) in sorted(list_files(self.url).items()):
+            if self._pattern.fullmatch(name):
+                try:
+                    found.append(_look_into_remote(self.path / name, f"{self.url}/{name}", size_bytes, version))
+                except CheckpointError as error:
+                    # Another process may have deleted it meanwhile.
+                    if not isinstance(error.__cause__, FileNotFoundError):
+                        raise
+        return found
 
     def best(self, run: object) -> Found | None:
         """Return the best checkpoint of a run."""
-        for found in self.newest_first():
-            if found.is_best and found.run.get("id") == run:
-                return found
+        # If there is a local one, those in a store are older: it need not answer.
+        for kept in (self._local, self.in_store):
+            for found in sorted(kept(), key=_age, reverse=True):
+                if found.is_best and found.run.get("id") == run:
+                    return found
         return None
 
     def claim(self, run: Mapping[str, Any], claim: contextlib.ExitStack) -> bool:
@@ -137,16 +199,18 @@ class CheckpointFolder:
         return []
 
     def prune(self, run: object, keep_last: int, newest: Path) -> int:
-        """Delete all but the newest checkpoints of a run and the best one; return how many were deleted.
+        """Delete all but the newest checkpoints of a run and the best one, in a store there; return how many.
 
         The file `newest`, which may not exist yet, stays in any case.
         """
         intact = [found for found in self.newest_first() if found.position and found.run.get("id") == run]
-        older = [found.path for found in intact if found.path != newest and not found.is_best]
+        # Local files of a store are those that wait for it.
+        there = [found for found in intact if bool(found.url) == bool(self.url)]
+        older = [found for found in there if found.path != newest and not found.is_best]
         deleted = 0
-        for path in older[keep_last - 1 :]:  # the newest one is among those that are kept
+        for found in older[keep_last - 1 :]:  # the newest one is among those that are kept
             with contextlib.suppress(OSError):  # another process has deleted it
-                path.unlink()
+                found.remove()
                 deleted += 1
         return deleted
 
@@ -185,20 +249,41 @@ def _age(found: Found) -> tuple[bool, tuple[float, int, int], bool]:
     return (not found.position, found.order, not found.is_best)
 
 
+def infix_of(run: Mapping[str, Any]) -> str:
+    """Return the part of a file's name that tells its run, if other runs write to the folder."""
+    return f"-{str(run.get('id'))[:ID_CHARACTERS]}"
+
+
 def name_of(run: Mapping[str, Any]) -> str:
     """Return a run's name for messages: the beginning of its id, and when it began."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.get("started", 0)))
     return f"run {str(run.get('id'))[:ID_CHARACTERS]} (begun {began})"
 
 
-def look_into(path: Path) -> Found:
+def look_into(path: str | os.PathLike[str]) -> Found:
     """Return the position and the run of a checkpoint, by its manifest or, if older, its state.json."""
+    url = url_of(path)
+    if url:
+        name = url.rpartition("/")[2]
+        size_bytes, version = list_files(url).get(name, (0, ""))
+        return _look_into_remote(Path(name), url, size_bytes, version)
+    return _look_into(Path(path), "", lambda: open_regular(path))
+
+
+@functools.lru_cache(4096)
+def _look_into_remote(path: Path, url: str, size_bytes: int, version: str) -> Found:
+    """As `_look_into`, in a store; `version` tells a file apart from others that have had its name."""
+    end = RemoteEnd(url, size_bytes)  # an error here is not the file's
+    return _look_into(path, url, lambda: end)
+
+
+def _look_into(path: Path, url: str, opened: Callable[[], AbstractContextManager[BinaryIO]]) -> Found:
     try:
-        with blaming(str(path), MANIFEST), open_regular(path) as file:
+        with blaming(url or str(path), MANIFEST), opened() as file:
             values = read_summary(file, STATE, _LIMIT_BYTES)
-            found = Found(path, position=decode_tree(values["position"]), run=decode_tree(values["run"]))
+            found = Found(path, decode_tree(values["position"]), decode_tree(values["run"]), url=url)
             if not (is_position(found.position) and is_run(found.run)):
                 raise ValueError("the position or the run in it is invalid")
     except (CheckpointError, MemoryError) as error:
-        return Found(path, {}, {}, str(error))
+        return Found(path, {}, {}, str(error), url)
     return found

@@ -41,7 +41,7 @@ def read_on_all(world: World, read: Callable[[], tuple[bytes, str]]) -> tuple[Ch
 
 def read_file_on_all(world: World, path: str | os.PathLike[str]) -> tuple[CheckpointState, str]:
     """Return (state, path) of a checkpoint's file on rank 0, on every rank."""
-    found = read_on_all(world, lambda: (checkpoint_bytes(path), os.fspath(path)))
+    found = read_on_all(world, lambda: (checkpoint_bytes(path), str(path)))
     assert found is not None
     return found
 

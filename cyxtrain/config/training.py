@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from cyxtrain.config.settings import Rules, check_fields, is_number, names_checked, require, settings
-from cyxtrain.environment.regular_files import local_path
+from cyxtrain.environment.regular_files import local_path, path_or_url, url_of
 
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 """The modes of `torch.compile`."""
@@ -163,7 +163,8 @@ class DistributedTrainingConfig:
     checkpoint_every_n_epochs: int = 0
     """Epochs between checkpoints; 0: none."""
     checkpoint_dir: str = "./checkpoints"
-    """Folder for checkpoints; if any are requested, it is created and tried before the first step."""
+    """Folder for checkpoints, or the URL of one in a store, such as "s3://bucket/run"; if any are requested, it is
+    created and tried before the first step."""
     save_on_master_only: bool = True
     """Rank 0 writes. False: each rank writes its own file, with its rank in the name."""
     validation_split: float = 0.0
@@ -327,6 +328,14 @@ class DistributedTrainingConfig:
                 self.precision == "fp16",
                 f"{owner}.amp scales the loss of fp16, and precision is {self.precision!r}.",
             )
+        self._check_pairs(owner)
+        local_path(f"{owner}.profile", str(self.profile))
+        path_or_url(f"{owner}.checkpoint_dir", self.checkpoint_dir)
+        # The config travels as JSON.
+        self.checkpoint_dir = url_of(self.checkpoint_dir) or os.fspath(self.checkpoint_dir)
+
+    def _check_pairs(self, owner: str) -> None:
+        """Refuse settings that need another one, or exclude it."""
         require(
             bool(self.validation_split) or not self.validation_stratify,
             f"{owner}.validation_stratify=True needs validation_split, such as 0.1: set both.",
@@ -349,9 +358,6 @@ class DistributedTrainingConfig:
             self.keep_best is not None or not self.load_best,
             f'{owner}.load_best=True needs keep_best, such as keep_best="val_loss": set both.',
         )
-        local_path(f"{owner}.profile", str(self.profile))
-        local_path(f"{owner}.checkpoint_dir", self.checkpoint_dir)
-        self.checkpoint_dir = os.fspath(self.checkpoint_dir)  # the config travels as JSON
 
 
 _COMPRESSIONS = (None, "fp16", "bf16", "powersgd")

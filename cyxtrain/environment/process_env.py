@@ -19,6 +19,7 @@
     CYXTRAIN_EXITED               where the launcher notes the ranks of this machine that have exited with code 0
     CYXTRAIN_PORT                 MASTER_PORT, which any program can take, and the port that the launcher holds for
                                   rank 0 in its place: only a process of the same user can listen there
+    CYXTRAIN_STAGING_DIR          where files wait that are uploaded to a store; default ~/.cache/cyxtrain/staging
     CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
 
 torchrun sets these very names, and they take precedence over a scheduler's (`schedulers.py`).
@@ -227,6 +228,11 @@ def held_port(port: int, variables: Variables = ENVIRON) -> int | None:
     if master != str(port) or sys.platform != "linux":
         return None
     return int(held)
+
+
+def staging_dir(variables: Variables = ENVIRON) -> Path:
+    """Return the folder for files that wait to be uploaded to a store: on a disk, which survives a restart."""
+    return Path(variables.get("CYXTRAIN_STAGING_DIR") or "~/.cache/cyxtrain/staging").expanduser().absolute()
 
 
 def bar_columns(variables: Variables = ENVIRON) -> int:

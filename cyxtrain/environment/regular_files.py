@@ -38,22 +38,62 @@ _FLAGS = sum(getattr(os, name, 0) for name in ("O_NONBLOCK", "O_CLOEXEC", "O_NOC
 def local_path(argument: str, path: Any) -> str:
     """Return a path that a user gives: "~" is the home folder, and "file:///x" is "/x".
 
-    All paths of the public interface pass through here. Raises ConfigError, with the name of the argument, for other
-    URLs and for values that are not paths.
+    All paths of the public interface pass through here or through `path_or_url`. Raises ConfigError, with the name of
+    the argument, for other URLs and for values that are not paths.
     """
-    is_path = isinstance(path, (str, os.PathLike)) and bool(str(path).strip())
-    if not is_path or "\0" in str(path):
+    found = path_or_url(argument, path)
+    if not url_of(found):
+        return found
+    raise ConfigError(
+        f"{argument} is {brief(str(path))}, a URL: only files and folders of this machine are supported here. Give a "
+        "path, such as the one where the store is mounted. checkpoint_dir, resume, and the files of checkpoints and "
+        "weights may be URLs."
+    )
+
+
+def path_or_url(argument: str, path: Any) -> str:
+    """Return a path as `local_path` does, or the URL of a store as fsspec takes it, such as "s3://bucket/run".
+
+    A `UPath` is either of them; one with options of its own is refused: they would be lost where the path travels.
+    """
+    is_path = isinstance(path, (str, os.PathLike)) or _is_upath(path)
+    if not is_path or not str(path).strip() or "\0" in str(path):
         raise ConfigError(f"{argument} must be a path, got {brief(repr(path))}.")
+    if _is_upath(path):
+        if path.storage_options:
+            raise ConfigError(
+                f"{argument} is a UPath with storage_options, which only this process would know. Set them for all "
+                "ranks in fsspec's configuration, such as FSSPEC_S3_ENDPOINT_URL, and give the URL alone."
+            )
+        path = str(path)
     url = _URL.fullmatch(str(path))
     if url is None:
         return os.path.expanduser(os.fsdecode(path))
     scheme, slashes, rest = url.groups()
-    if scheme.lower() == "file" and len(slashes) != 2:  # two precede the name of a machine
+    if scheme.lower() == "file":
+        if len(slashes) == 2:  # they precede the name of a machine
+            raise ConfigError(
+                f"{argument} is {brief(str(path))}, a URL: only files and folders of this machine are supported. Give "
+                "a path, such as the one where that machine's disk is mounted."
+            )
         return "/" + urllib.parse.unquote(rest)
-    raise ConfigError(
-        f"{argument} is {brief(str(path))}, a URL: only files and folders of this machine are supported. Give a path, "
-        "such as the one where the store is mounted."
-    )
+    return url_of(path)
+
+
+def url_of(path: Any) -> str:
+    """Return the URL of a store in the form that fsspec takes; "" for a path of this machine."""
+    url = _URL.fullmatch(str(path))
+    if url is None or url[1].lower() == "file":
+        return ""
+    slashes = url[2]
+    if len(slashes) == 1:  # `pathlib.Path` has removed the other one
+        slashes = "//"
+    return f"{url[1].lower()}:{slashes}{url[3].rstrip('/')}"
+
+
+def _is_upath(path: Any) -> bool:
+    """Return whether a value is a path of universal_pathlib, which need not be installed."""
+    return type(path).__module__.partition(".")[0] == "upath"
 
 
 def regular_opener(path: str, flags: int) -> int:

@@ -13,6 +13,8 @@ all other errors. A hook of the program itself stays.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import os
 import re
 import sys
@@ -61,11 +63,13 @@ class _Hook:
     style = SHORT
     is_printing = True
     """Whether this rank prints what all ranks raise."""
+    ends_by_ctrl_c = False
 
     def __init__(self, previous: Any) -> None:
         self._previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.ends_by_ctrl_c = isinstance(error, KeyboardInterrupt)
         if self.style == FULL or process_env.wants_full_traceback() or not self._is_shortened(error):
             self._previous(kind, error, trace)
             return
@@ -111,6 +115,18 @@ def install(style: str | None = None, *, is_printing: bool = True) -> None:
     if style is not None:
         _hook.style = style
     _hook.is_printing = is_printing
+
+
+@atexit.register
+def _end_by_ctrl_c() -> None:
+    """Let Python end by SIGINT after Ctrl-C, which is 130 to a shell.
+
+    It forgets to where a function at exit executes a string, as PyTorch's does when it imports `tabulate`. Registered
+    at import, so that it runs after functions that are registered later.
+    """
+    if _hook is not None and _hook.ends_by_ctrl_c:
+        with contextlib.suppress(KeyboardInterrupt):
+            exec("raise KeyboardInterrupt")  # CPython's run_eval_code_obj notes it again
 
 
 def _in_short(error: BaseException, trace: TracebackType | None) -> str:

@@ -13,7 +13,7 @@ import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from cyxtrain.environment import uncaught
-from cyxtrain.environment.regular_files import local_path
+from cyxtrain.environment.regular_files import path_or_url, url_of
 from cyxtrain.errors import CheckpointError, ConfigError
 from cyxtrain.launch.starting import files_of, launch
 
@@ -120,20 +120,21 @@ examples:
   cyxtrain launch -n 4 -- cyxtrain evaluate checkpoints/best.ckpt
   cyxtrain evaluate best.ckpt --config digits.yaml data.path=other.npz""",
 )
-@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path(path_type=Path))
+@click.argument("checkpoint", metavar="CHECKPOINT", type=click.Path())
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.option("--config", metavar="FILE", help="The experiment; default: the one saved in the checkpoint.")
-def evaluate(checkpoint: Path, overrides: tuple[str, ...], config: str | None) -> None:
-    """Print the metrics of the test data with a checkpoint: a file, or the newest one of a folder."""
-    from cyxtrain.checkpoint.folder import newest_in
+def evaluate(checkpoint: str, overrides: tuple[str, ...], config: str | None) -> None:
+    """Print the metrics of the test data with a checkpoint: a file, the newest one of a folder, or a URL."""
+    from cyxtrain.checkpoint.folder import SUFFIX, newest_in
     from cyxtrain.experiment import Experiment
 
-    checkpoint = Path(local_path("CHECKPOINT", checkpoint))
-    if checkpoint.is_dir():
+    checkpoint = path_or_url("CHECKPOINT", checkpoint)
+    is_folder_of_store = bool(url_of(checkpoint)) and not checkpoint.endswith(SUFFIX)
+    if is_folder_of_store or Path(checkpoint).is_dir():
         found = newest_in(checkpoint)
         if found is None:
             raise CheckpointError(f"{checkpoint} has no intact checkpoint.")
-        checkpoint = found.path
+        checkpoint = found.where
     if config is not None:
         experiment = Experiment.from_file(config, overrides)
     else:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import contextlib
 import math
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cyxtrain.checkpoint.checkpoint_file import checkpoint_bytes
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
+from cyxtrain.checkpoint.remote_files import copy_remote
 from cyxtrain.checkpoint.transport import read_on_all
+from cyxtrain.checkpoint.uploader import Uploader
 from cyxtrain.checkpoint.weights import load_model_state
 from cyxtrain.checkpoint.writer import Writer
 from cyxtrain.data.rng import generators_as_json
@@ -26,6 +27,9 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.trained import load_extra_state
 from cyxtrain.world.agreement import raise_together
+
+# What is left of a stop's time when it no longer waits for a store.
+_SECONDS_TO_RETURN = 1.0
 
 
 class CheckpointManager:
@@ -68,18 +72,44 @@ class CheckpointManager:
         # The checkpoints in the folder when this fit began.
         self._before: list[Found] = []
         self._writer: Writer | None = None
+        self._uploader: Uploader | None = None
         if self._is_on and (all_write or self._world.is_first):
             self._writer = Writer(self._folder)
             self._enter_folder()
+            if self._folder.url:
+                self._uploader = Uploader(self._folder, state.run, self._config.keep_last, self._is_newcomer)
 
     def _restore_best(self) -> None:
         """Mark the latest checkpoint if it is the best one: a fit that was killed may not have done so."""
         latest = self._resumed_from()
         if latest is not None and self._is_best():
-            best = look_into(self._folder.file(BEST))
+            bests = [found for found in self._before if found.path == self._folder.file(BEST)]
+            is_marked = any(found.url and found.order == latest.order for found in bests)
             # The best one of a later fit stays.
-            if not best.position or best.run.get("id") == self._state.run.get("id"):
-                self._folder.mark_best(latest.path)
+            is_own = all(not found.position or found.run.get("id") == self._state.run.get("id") for found in bests)
+            if is_own and not is_marked:
+                self._mark_best(latest)
+
+    def _mark_best(self, latest: Found) -> None:
+        best = self._folder.file(BEST)
+        if latest.url:
+            copy_remote(latest.url, f"{self._folder.url}/{best.name}")
+            return
+        self._folder.mark_best(latest.path)
+        if self._uploader is not None:
+            self._uploader.add(best)
+
+    def _continue_uploads(self, uploader: Uploader) -> None:
+        """Upload what a killed process of this run has left, and delete what the store has, or newer ones of it."""
+        own = [found for found in self._before if found.run.get("id") == self._state.run.get("id")]
+        there = [found for found in own if found.url]
+        for found in [each for each in reversed(self._before) if not each.url]:
+            if found.problem or (found in own and _has_as_new(there, found)):
+                self._before.remove(found)
+                with contextlib.suppress(OSError):
+                    found.remove()
+            elif found in own:
+                uploader.add(found.path)
 
     def _resumed_from(self) -> Found | None:
         """Return the checkpoint in the folder that has the state when the fit begins; None: there is none."""
@@ -161,6 +191,8 @@ class CheckpointManager:
             problem = ConfigError(f"the state of a callback cannot be kept: {error}")
         try:
             self._folder.check()
+            if self._uploader is not None:
+                self._continue_uploads(self._uploader)
             self._restore_best()
         except CheckpointError as error:
             if self._config.on_save_error == "raise":
@@ -230,8 +262,11 @@ class CheckpointManager:
         if self._is_best():
             self._save(totals, is_best=True)
 
-    def finish(self, totals: MetricSums | None) -> None:
-        """Save the last state, and wait for the disk; `totals`: of the epoch in which the fit stops, or None."""
+    def finish(self, totals: MetricSums | None, seconds_left: Callable[[], float]) -> None:
+        """Save the last state, and wait for the disk and the store.
+
+        `totals`: of the epoch in which the fit stops, or None; `seconds_left`: until this process has to end.
+        """
         if self._is_on and self._saved != self._name():
             self._save(totals)
         else:
@@ -239,8 +274,21 @@ class CheckpointManager:
             self.gather(totals)
         if self._is_on:
             self._plan.display.phase("saving")
+            if self._uploader is not None:
+                self._finish_uploads(self._uploader, seconds_left)
             # No rank returns before all is on the disk: its exit could end the rank that writes.
             self._settle(together=True)
+
+    def _finish_uploads(self, uploader: Uploader, seconds_left: Callable[[], float]) -> None:
+        self._problem = self._take_problem()
+        display = self._plan.display
+        is_complete = uploader.finish(
+            lambda words: display.header([("upload", words)]), lambda: seconds_left() - _SECONDS_TO_RETURN
+        )
+        if not is_complete and self._config.on_save_error == "raise":
+            self._problem = self._problem or CheckpointError(
+                f"The last checkpoint did not get to {self._folder.url}. A local copy is in {self._folder.path}."
+            )
 
     def close(self) -> None:
         """Stop the writing thread, after an error too; it completes the file that it has begun."""
@@ -249,11 +297,17 @@ class CheckpointManager:
             if self._missing > 1:
                 warn(f"{self._missing} checkpoints could not be written to {self._config.checkpoint_dir}.")
             self._writer.close()
+        uploader = self._uploader
+        # They refer to each other.
+        self._uploader = None
+        if uploader is not None:
+            for words in uploader.close():
+                warn(words)
 
     @property
     def is_failing(self) -> bool:
-        """Whether this rank could not write its latest checkpoint."""
-        return self._failing is not None
+        """Whether this rank could not write or upload its latest checkpoint."""
+        return self._failing is not None or (self._uploader is not None and self._uploader.is_failing)
 
     def _is_best(self) -> bool:
         monitor = self._config.keep_best
@@ -294,6 +348,7 @@ class CheckpointManager:
             return
         self._avoid_newcomers(name, is_best=is_best)
         folder = self._folder
+        uploader = self._uploader
         run = self._state.run.get("id")
         keep_last = self._config.keep_last
 
@@ -301,11 +356,17 @@ class CheckpointManager:
             self._failing = None
             if is_best:
                 folder.mark_best(folder.file(name))
-            if keep_last:
+            if uploader is not None:
+                uploader.add(folder.file(name))
+                if is_best:
+                    uploader.add(folder.file(BEST))
+            elif keep_last:
                 folder.prune(run, keep_last, folder.file(name))
             self._complete.put(folder.file(name))
 
         def make_room() -> bool:
+            if uploader is not None:
+                return uploader.make_room()
             # Delete now what would be deleted afterwards, except one.
             return bool(keep_last) and folder.prune(run, max(2, keep_last), folder.file(name)) > 0
 
@@ -320,9 +381,13 @@ class CheckpointManager:
         names = [name, BEST] if is_best else [name]
         for each in names:
             found = look_into(self._folder.file(each))
-            if found.run and found.run.get("id") not in self._state.runs and found not in self._before:
+            if self._is_newcomer(found):
                 self._step_aside(name_of(found.run))
                 return
+
+    def _is_newcomer(self, found: Found) -> bool:
+        """Return whether a checkpoint is of another run that has written it since this fit began."""
+        return bool(found.run) and found.run.get("id") not in self._state.runs and found not in self._before
 
     def _settle(self, *, together: bool = False) -> None:
         """Wait for the previous checkpoint, on all ranks if `together`; report its error."""
@@ -332,6 +397,8 @@ class CheckpointManager:
         elif together:
             raise_together(self._world, None)
         self._warn_of(problem)
+        while self._uploader is not None and self._uploader.notes:
+            warn(self._uploader.notes.popleft())
 
     def _take_problem(self) -> Exception | None:
         problem = self._problem
@@ -352,10 +419,14 @@ class CheckpointManager:
             return ""
 
         def read() -> tuple[bytes, str]:
-            best = self._folder.best(self._state.run.get("id"))
+            try:
+                best = self._folder.best(self._state.run.get("id"))
+            except CheckpointError as error:  # the store has died since
+                warn(str(error))
+                best = None
             if best is None:
                 return b"", ""
-            return checkpoint_bytes(best.path), str(best.path)
+            return best.read(), best.where
 
         found = read_on_all(self._world, read)
         if found is None:
@@ -376,6 +447,10 @@ class CheckpointManager:
         if _reason(problem) != self._failing:
             warn(f"{problem} Training continues without this checkpoint.")
             self._failing = _reason(problem)
+
+
+def _has_as_new(files: list[Found], wanted: Found) -> bool:
+    return any(each.order >= wanted.order and each.is_best == wanted.is_best for each in files)
 
 
 def _reason(problem: Exception) -> tuple[type, object]:

@@ -117,7 +117,7 @@ class FitLoop:
                 stop = error.with_traceback(None)
                 self._requests.begin_stop(stop)
                 self._ddp.sync_buffers()
-            self._manager.finish(self._session.totals)
+            self._manager.finish(self._session.totals, self._requests.seconds_left)
             self._report_checkpoints()
             best = ""
             if stop is None:
@@ -253,7 +253,8 @@ class FitLoop:
 
     def _begin_training(self) -> None:
         """Call `on_train_begin`; if the fit resumes, load the checkpoint again; call `on_fit_start`."""
-        self._callbacks.call("set_params", self._plan.params(self._last_epoch))
+        params = self._plan.params(self._last_epoch)
+        self._callbacks.call("set_params", {**params, "data_hash": self._state.run["data"]})
         if self._resumption is not None:
             self._resumption.drop_added_groups(self._state)
         self._together(self._callbacks.call, "on_train_begin", {})

@@ -150,6 +150,10 @@ class StopSignals:
         self._has_clock = False
         stop.number = int(self._world.reduce(torch.tensor(self._number, device="cpu"), dist.ReduceOp.MAX))
 
+    def seconds_left(self) -> float:
+        """Return the seconds until this process ends, whatever it does; infinite if no signal has asked for that."""
+        return self._gives_up_at - time.monotonic()
+
     def want_to_stop(self) -> bool:
         """Return whether this rank requests to stop."""
         return first_reason_to_stop(self.local()) is not None

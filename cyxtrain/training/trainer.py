@@ -256,7 +256,8 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         Every rank passes the same data and trains on its share. Calling `fit` again continues training.
 
         Args:
-            X: Inputs, one entry per sample, or several by name; or a Dataset, a DataLoader, or an iterable of batches.
+            X: Inputs, one entry per sample, or several by name: arrays, tensors, or tables of numbers; or a Dataset, a
+                DataLoader, or an iterable of batches.
             y: Targets, one entry per sample; or validation data if `X` yields batches.
             *more: X_val, y_val and the config, or the config.
             X_val: Inputs to validate with.
@@ -446,9 +447,9 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             verbose: As in `evaluate`.
 
         Returns:
-            Shape (n, ...), a NumPy array if X is one, otherwise a tensor on the CPU; of several outputs, one for each,
-            in a dictionary, dataclass, tuple or list as the model returns it (a dictionary if the dataclass cannot be
-            made of them). None stays None. Without a loss_fn, the "loss" that the model returns is left out.
+            Shape (n, ...), a NumPy array if X is one or a table, otherwise a tensor on the CPU; of several outputs, one
+            for each, in a dictionary, dataclass, tuple or list as the model returns it (a dictionary if the dataclass
+            cannot be made of them). None stays None. Without a loss_fn, the "loss" that the model returns is left out.
 
         Raises:
             ConfigError: The input is wrong (two samples are tried first), the model does not return tensors with one

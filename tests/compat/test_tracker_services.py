@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from file_tracker import fit
+from file_tracker import Killer, fit, join_late_threads
 from rank_processes import run_ranks, values
 
 import cyxtrain as cx
 from cyxtrain.callbacks import MLflow, Tracker, Trackio, WandB
+from cyxtrain.callbacks.trackers import background_sender
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.nightly]
 STEPS = [5, 10, 15]
@@ -51,8 +53,12 @@ def fit_in_a_run_of_the_user(name: str, tracker: Tracker) -> bool:
 
         with mlflow.start_run() as run:
             fit(tracker, epochs=1)
+            # MLflow refuses a setting that changes: the run keeps the first fit's, and gets the new ones.
+            fit(MLflow(parameters={"layers": 3}), epochs=2, clip_norm=1.0)
             found = mlflow.get_run(run.info.run_id)
-            return found.info.status == "RUNNING" and "loss" in found.data.metrics
+            assert (found.data.params["layers"], found.data.params["clip_norm"]) == ("2", "1.0")
+            points = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
+            return found.info.status == "RUNNING" and [each.step for each in points] == [5, 5, 10]
     if name == "WandB":
         import wandb
 
@@ -90,6 +96,47 @@ def test_mlflow_has_one_run_with_one_curve(tmp_path):
         params = dict(base.execute("select key, value from params where run_uuid=?", runs[0][:1]).fetchall())
         assert (params["layers"], params["optimizer"]) == ("2", "SGD")
     assert [*tmp_path.rglob("checkpoints/*.ckpt")]
+
+
+def fit_before_the_store_is_made(folder: str, store: str) -> None:
+    """Fit with a store whose tables MLflow must make first, longer than a fit waits; the process lives on."""
+    os.environ["MLFLOW_TRACKING_URI"] = store
+    os.chdir(folder)
+    background_sender.START_SECONDS = 0.1
+    background_sender.END_SECONDS = 0.1
+    with cx.init():
+        with pytest.warns(UserWarning, match="points were not sent"):
+            fit(MLflow("own"))
+        join_late_threads()
+
+
+def fit_and_be_killed(folder: str, store: str, step: int) -> None:
+    """Fit until a step, after which all is sent; a `step` of 0 is never reached."""
+    os.environ["MLFLOW_TRACKING_URI"] = store
+    os.chdir(folder)
+    tracker = MLflow("own", log_every_n_steps=1)
+    with cx.init():
+        fit(tracker, Killer("batch", step, signal.SIGKILL, tracker))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the signal is POSIX's")
+@pytest.mark.timeout(300)
+def test_mlflow_gets_all_of_a_fit_that_is_shorter_than_a_new_store_takes_and_closes_a_killed_run(tmp_path):
+    pytest.importorskip("mlflow")
+    store = tmp_path / "mlflow.db"
+    for function, *arguments in [(fit_before_the_store_is_made,), (fit_and_be_killed, 8), (fit_and_be_killed, 0)]:
+        ended = run_ranks(1, function, str(tmp_path), f"sqlite:///{store}", *arguments, seconds=100)
+        if arguments != [8]:
+            values(ended)
+    with contextlib.closing(sqlite3.connect(store)) as base:
+        found = base.execute("select run_uuid, status from runs order by start_time").fetchall()
+        assert [status for _, status in found] == ["FINISHED", "KILLED", "FINISHED"]
+        curve = "select step from metrics where key=? and run_uuid=? order by step"
+        losses = [[step for (step,) in base.execute(curve, ("loss", run))] for run, _ in found]
+        assert losses == [STEPS, [5], STEPS]
+        assert [step for (step,) in base.execute(curve, ("step/loss", found[1][0]))] == [*range(1, 9)]
+        names = {name for (name,) in base.execute("select key from params where run_uuid=?", found[0][:1])}
+        assert {"optimizer", "data_hash", "version/torch"} <= names
 
 
 @pytest.mark.timeout(300)

@@ -111,6 +111,25 @@ def test_an_epoch_of_a_file_is_compared_with_a_loop(tmp_path):
 
 
 @pytest.mark.nightly
+def test_fits_with_a_tracker_are_compared_with_fits_without(tmp_path):
+    printed, results = run_benchmark("trackers.py", tmp_path, "--milliseconds", "0.1", "--steps", "20", "--pairs", "2")
+    [row] = results["rows"]
+    ratios = [tracker / none for tracker, none in zip(row["tracker"], row["none"], strict=True)]
+    assert row["ratio"][1] == pytest.approx(sum(ratios) / 2)
+    assert f"{row['ratio'][1]:.3f}" in printed
+
+
+@pytest.mark.nightly
+def test_each_kind_of_data_is_compared_with_a_loop(tmp_path):
+    printed, results = run_benchmark("data_kinds.py", tmp_path, "--rows", "300", "--launches", "1")
+    kinds = [row["kind"] for row in results["rows"]]
+    assert {"arrays", "memory maps", "Dataset", "IterableDataset"} <= set(kinds)
+    for row in results["rows"]:
+        assert row["ratio"] == pytest.approx([row["fit"][0] / row["loop"][0]] * 3)
+        assert row["kind"] in printed
+
+
+@pytest.mark.nightly
 def test_steps_of_all_ways_are_compared(tmp_path):
     printed, results = run_benchmark(
         *("ddp_step.py", tmp_path, "--launches", "1", "--models", "convnet", "--batches", "4", "--floors"),

@@ -35,7 +35,8 @@ SHARDS = {
     "fit": ("tests/integration/fit",),
     "resume": ("tests/integration/resume", "tests/integration/data", "tests/integration/parallel"),
     "programs": ("tests/integration/notebook", "tests/integration/launch", "tests/integration/world"),
-    "others": ("tests/compat", "tests/docs", "tests/integration/ported"),
+    "docs": ("tests/docs",),
+    "others": ("tests/compat", "tests/integration/ported"),
 }
 """A file belongs to the shard that names it, or else to the one that names a folder above it."""
 
@@ -78,9 +79,17 @@ def run(shard: str, commit: str, out: Path, limit_seconds: float) -> Result:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "nightly", f"--junitxml={report}", *arguments_of(shard)]
     began = time.monotonic()
     date = datetime.date.today().isoformat()
+    # Several tests run at once, each with processes of its own, which would share the cores with all their threads.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ}
     with open(out / f"{shard}.log", "wb") as log:
         process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
         try:
             process.wait(limit_seconds)

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from fitting import make_model, make_rows
 
 import cyxtrain as cx
 from cyxtrain.callbacks import Tracker
-from cyxtrain.callbacks.trackers.background_sender import Point
+from cyxtrain.callbacks.trackers import background_sender
+from cyxtrain.callbacks.trackers.background_sender import Point, read_run
 
 FIT: dict[str, Any] = {"epochs": 3, "effective_batch_size": 8, "verbose": False}
 
@@ -71,28 +73,31 @@ def calls(file: str) -> list[list[Any]]:
 
 
 def curves(file: str) -> dict[str, list[tuple[int, float]]]:
-    """Return (step, value) of each curve but the speed, in the order in which they came."""
+    """Return (step, value) of each curve in the order in which they came; without the speed and the load."""
     found: dict[str, list[tuple[int, float]]] = {}
     for kind, *values in calls(file):
         for name, step, value, _ in values[0] if kind == "log" else ():
-            if name != "samples_per_second":
+            if name != "samples_per_second" and not name.startswith("system/"):
                 found.setdefault(name, []).append((step, value))
     return found
 
 
 class Killer(cx.callbacks.Callback):
-    """Ends the process, or asks the fit to stop, in the hook `where` of step `step`."""
+    """Ends the process, or asks the fit to stop, in the hook `where` of step `step`; first `tracker` sends all."""
 
     runs_last = True
 
-    def __init__(self, where: str, step: int, number: int) -> None:
+    def __init__(self, where: str, step: int, number: int, tracker: Tracker | None) -> None:
         super().__init__()
         self.where = where
         self.step = step
         self.number = number
+        self.tracker = tracker
 
     def _at(self, where: str) -> None:
         if where == self.where and self.trainer.step == self.step and self.trainer.is_master():
+            if self.tracker is not None:
+                wait_until_sent(self.tracker)
             os.kill(os.getpid(), self.number)
 
     def on_fit_start(self, resumed: bool) -> None:
@@ -111,6 +116,21 @@ class Killer(cx.callbacks.Callback):
         self._at("end")
 
 
+def wait_until_sent(tracker: Tracker) -> None:
+    """Wait until a tracker has confirmed all points, and its local file says so."""
+    sender = tracker._sender
+    assert sender is not None
+    while sender.state()["waiting"] or read_run(sender._path)["sent"] != sender.state()["sent"]:
+        time.sleep(0.01)
+
+
+def join_late_threads() -> None:
+    """Wait for the calls that had not returned when a fit ended."""
+    for thread in threading.enumerate():
+        if thread.name.endswith(", late"):
+            thread.join()
+
+
 def fit(*callbacks: cx.callbacks.Callback, **more: Any) -> cx.DistributedTrainer:
     """Fit a small model for 15 steps."""
     trainer = cx.DistributedTrainer(make_model(), "cross_entropy", "sgd")
@@ -118,14 +138,21 @@ def fit(*callbacks: cx.callbacks.Callback, **more: Any) -> cx.DistributedTrainer
     return trainer
 
 
-def fit_in_folder(folder: str, where: str = "", step: int = 0, number: int = signal.SIGKILL) -> None:
-    """Fit with checkpoints, from the newest on; a signal comes at a place."""
+def fit_in_folder(
+    folder: str, where: str = "", step: int = 0, number: int = signal.SIGKILL, is_sent: bool = False
+) -> None:
+    """Fit with checkpoints, from the newest on; a signal comes at a place, when all points so far are sent, or not."""
     tracker = FileTracker(f"{folder}/calls", log_every_n_steps=1, log_checkpoints=True)
     kept = {"checkpoint_dir": f"{folder}/checkpoints", "checkpoint_every_n_steps": 2, "checkpoint_every_n_epochs": 1}
-    fit(tracker, Killer(where, step, number), resume="auto", **kept)
+    killer = Killer(where, step, number, tracker if is_sent else None)
+    fit(tracker, killer, resume="auto", **kept)
 
 
-def fit_in_a_world(folder: str, where: str = "", step: int = 0, number: int = signal.SIGKILL) -> None:
-    """The same, in a world of its own."""
+def fit_in_a_world(
+    folder: str, where: str = "", step: int = 0, number: int = signal.SIGKILL, is_sent: bool = False
+) -> None:
+    """The same, in a world of its own, in a process that ends."""
+    if is_sent:
+        background_sender.BATCH_SECONDS = 0.05
     with cx.init():
-        fit_in_folder(folder, where, step, number)
+        fit_in_folder(folder, where, step, number, is_sent)

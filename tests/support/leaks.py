@@ -115,8 +115,9 @@ def _descriptors() -> Counter[str]:
 
 
 def _environment() -> dict[str, str]:
-    # pytest says where it is, and PyTorch's compiler notes its cache when an optimizer first imports it.
-    known = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    # pytest says where it is, PyTorch's compiler notes its cache when an optimizer first imports it, and Lightning and
+    # Polars set a variable when they are imported.
+    known = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_NVML_BASED_CUDA_CHECK", "_RJEM_MALLOC_CONF")
     return {name: value for name, value in os.environ.items() if name not in known}
 
 

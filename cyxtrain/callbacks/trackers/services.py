@@ -17,6 +17,7 @@ from cyxtrain.config.settings import require
 from cyxtrain.environment.process_env import ENVIRON
 
 _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 255}
+_KINDS = {".png": "plot"}
 # Of a value in a table of settings; MLflow shows no more.
 _LONGEST_VALUE = 500
 
@@ -56,7 +57,7 @@ class _Installed(Tracker):
         self._run.log(numbers, step=step)
 
     def artifact(self, path: Path) -> None:
-        self._run.log_artifact(str(path), type="model")
+        self._run.log_artifact(str(path), type=_KINDS.get(path.suffix, "model"))
 
 
 class MLflow(_Installed):
@@ -84,8 +85,12 @@ class MLflow(_Installed):
             if self.project is not None:
                 found = client.get_experiment_by_name(self.project)
                 experiment_id = found.experiment_id if found else client.create_experiment(self.project)
-            self._run = mlflow.start_run(run_id or None, experiment_id, self.name)
-        params = [mlflow.entities.Param(name, value[:_LONGEST_VALUE]) for name, value in settings.items()]
+            # An earlier run keeps its name.
+            name = None if run_id else self.name
+            self._run = mlflow.start_run(run_id or None, experiment_id, name)
+        # MLflow refuses to change those that a run has.
+        new = settings.keys() - client.get_run(self._id()).data.params
+        params = [mlflow.entities.Param(name, settings[name][:_LONGEST_VALUE]) for name in new]
         client.log_batch(self._id(), params=params)
         return self._id()
 
@@ -102,7 +107,7 @@ class MLflow(_Installed):
     def artifact(self, path: Path) -> None:
         import mlflow
 
-        mlflow.MlflowClient().log_artifact(self._id(), str(path), "checkpoints")
+        mlflow.MlflowClient().log_artifact(self._id(), str(path), f"{_KINDS.get(path.suffix, 'checkpoint')}s")
 
     def finish(self, status: str) -> None:
         import mlflow
@@ -126,7 +131,8 @@ class WandB(_Installed):
         import wandb
 
         if self._run is None:
-            self._run = wandb.init(project=self.project, name=self.name, id=run_id or None, resume="allow")
+            name = None if run_id else self.name
+            self._run = wandb.init(project=self.project, name=name, id=run_id or None, resume="allow")
         self._run.config.update(dict(settings), allow_val_change=True)
         # W&B's own step only rises: it drops numbers of one step that are sent apart.
         self._run.define_metric("*", step_metric="step")

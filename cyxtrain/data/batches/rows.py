@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from torch.nn.utils.rnn import PackedSequence
 from cyxtrain.config.settings import is_number
 from cyxtrain.data.batches.stored import StoredTensor, is_stored, refuse_closed, stored_tensor
 from cyxtrain.data.batches.structure import Tree, fields_of, map_tree, named_tensors, num_rows, same_sequence, tensors
+from cyxtrain.data.batches.tables import check_indexes, columns_of, is_table, table_as_array
 from cyxtrain.environment.accelerator import to_device
 from cyxtrain.errors import ConfigError, brief, shortened
 
@@ -77,20 +78,31 @@ def column_code(values: Any) -> str:
     return "numpy.asarray(y).reshape(-1, 1)"
 
 
-def columns_of(values: Any) -> list[Any]:
-    """Return the names of a table's columns, as of pandas and Polars; none for other data."""
-    if isinstance(values, (Tensor, np.ndarray)) or not callable(getattr(values, "__array__", None)):
-        return []
-    # PyArrow calls them `column_names`, pandas and Polars `columns`.
-    return list(getattr(values, "column_names", getattr(values, "columns", ())))
-
-
 def as_rows(inputs: Any, targets: Any = None, weights: Any = None) -> Rows:
     """Return a user's arrays as rows; lengths are not checked. Raises ConfigError if they are not arrays."""
     own = _as_tree(inputs, "X")
     if own is None:
         raise ConfigError("X has no samples: it is None, or all of its parts are.")
-    return Rows(own, _as_tree(targets, "y"), _as_weights(weights))
+    rows = Rows(own, _as_tree(targets, "y"), _as_weights(weights))
+    check_indexes(given_arrays(inputs, targets, weights))
+    return rows
+
+
+def given_arrays(*parts: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the name of each of a user's arrays, such as "X['image']", and the array; `parts`: X, y and weights."""
+    for name, values in zip(NAMES, parts, strict=False):
+        yield from _arrays_in(values, name)
+
+
+def _arrays_in(values: Any, name: str) -> Iterator[tuple[str, Any]]:
+    named = fields_of(values)
+    if named is None and _are_several(values):
+        named = dict(enumerate(values))
+    if named is None:
+        yield name, values
+        return
+    for key, part in named.items():
+        yield from _arrays_in(part, f"{name}[{key!r}]")
 
 
 def _as_tree(values: Any, name: str) -> Any:
@@ -135,7 +147,7 @@ def _are_several(values: Any) -> bool:
 
 
 def _is_array_or_several(part: Any) -> bool:
-    is_array = isinstance(part, (Tensor, np.ndarray)) or is_stored(part)
+    is_array = isinstance(part, (Tensor, np.ndarray)) or is_stored(part) or is_table(part)
     return is_array or fields_of(part) is not None or _are_several(part)
 
 
@@ -177,7 +189,7 @@ def _as_tensor(values: Any, name: str) -> Tensor:
     if isinstance(values, Tensor):
         tensor = values.detach()
     else:
-        array = _as_array(values, name)
+        array = table_as_array(values, name) if is_table(values) else _as_array(values, name)
         tensor = _from_numpy(array)
     if tensor.layout is not torch.strided:
         raise ConfigError(f"{name} is a sparse tensor, which cannot be divided into samples: give {name}.to_dense().")

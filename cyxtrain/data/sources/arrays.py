@@ -23,8 +23,8 @@ from cyxtrain.data.batches.rows import (
     Rows,
     as_rows,
     column_code,
-    columns_of,
     gather,
+    given_arrays,
     holds_tensors,
     rows_not_finite,
     sampled_hash,
@@ -32,6 +32,7 @@ from cyxtrain.data.batches.rows import (
 )
 from cyxtrain.data.batches.stored import StoredTensor, loaded
 from cyxtrain.data.batches.structure import num_rows
+from cyxtrain.data.batches.tables import columns_of
 from cyxtrain.data.feed import RowFeed
 from cyxtrain.data.order import EpochOrder, SeededOrder, lengths_of
 from cyxtrain.data.sampler import Indices
@@ -57,7 +58,7 @@ class ArraySource(Source):
         self.example = as_rows(inputs, targets, weights)
         self.is_numpy = not holds_tensors(inputs)
         self.column = column_code(targets)
-        self._columns = dict(zip(NAMES, map(columns_of, (inputs, targets, weights)), strict=True))
+        self._columns = {name: columns_of(values) for name, values in given_arrays(inputs, targets, weights)}
         if len(self) == 0:
             raise ConfigError("X has no samples: there is nothing to train on or to evaluate.")
         self.example.check_lengths()

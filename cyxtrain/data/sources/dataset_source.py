@@ -12,7 +12,7 @@ from typing import Any
 
 import xxhash
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader
+from torch.utils.data import BatchSampler, DataLoader, default_collate
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
@@ -21,6 +21,7 @@ from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.batches.structure import OpaqueBatch, num_rows
+from cyxtrain.data.batches.tables import check_format
 from cyxtrain.data.feed import RowFeed
 from cyxtrain.data.order import EpochOrder, Order, SeededOrder, lengths_of, order_of
 from cyxtrain.data.rng import row_seeds, set_epoch_of
@@ -38,6 +39,8 @@ class DatasetSource(Source):
     """Rows of a Dataset, loaded with the settings and in the order of a DataLoader, if there is one."""
 
     def __init__(self, dataset: Any, loader: DataLoader[Any] | None, config: DistributedTrainingConfig) -> None:
+        if loader is None or loader.collate_fn is default_collate:
+            check_format(dataset)
         self._dataset = dataset
         self._loader = loader
         self._seed = config.seed

@@ -61,8 +61,8 @@ class SeededIterator(ABC):
         with generators_kept(others=self._others):
             begin_pass(parts, self._others, seed, number, rank)
             made = make()
-            resettable: list[Any] = [made, getattr(made, "dataset", None)]
-            self._initial = [(part, _initial_state(part)) for part in resettable]
+            initial = (made, getattr(made, "dataset", None))
+            self._initial: list[tuple[Any, Any]] = [(part, _initial_state(part)) for part in initial]
             self._stateful: Any = _stateful_of(made)
             if saved is not None:
                 _load(self._stateful, saved["state"])

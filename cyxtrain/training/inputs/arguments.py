@@ -15,7 +15,7 @@ from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require, require_integer, unknown_name
 from cyxtrain.data.sources.open import yields_batches
-from cyxtrain.environment.regular_files import local_path
+from cyxtrain.environment.regular_files import path_or_url, url_of
 from cyxtrain.errors import ConfigError, brief, counted
 
 
@@ -26,7 +26,15 @@ class SupportsArray(Protocol):
     def __array__(self) -> Any: ...
 
 
-_Arrays: TypeAlias = SupportsArray | Mapping[Any, Any] | tuple[Any, ...] | list[Any]
+@runtime_checkable
+class LazyTable(Protocol):
+    """A query whose result is a table: Polars' LazyFrame."""
+
+    def collect_schema(self) -> Any:
+        """Return the types of the result's columns."""
+
+
+_Arrays: TypeAlias = SupportsArray | LazyTable | Mapping[Any, Any] | tuple[Any, ...] | list[Any]
 # Not Iterable[Any], which would include the path of a file: a string is an iterable of strings.
 _Functions: TypeAlias = Callable[[], Iterable[Any]] | Callable[[int, int], Iterable[Any]]
 Data: TypeAlias = _Arrays | Dataset[Any] | Iterable[_Arrays] | _Functions
@@ -261,19 +269,20 @@ def _checkpoint_path(resume: Any) -> str | None:
     """Return "auto", the path of the checkpoint to resume from, or None."""
     if resume is None:
         return None
-    if not isinstance(resume, (str, os.PathLike)) or resume == "":
+    is_path = isinstance(resume, (str, os.PathLike)) or bool(url_of(resume))
+    if not is_path or resume == "":
         hint = ' Did you mean "auto", the newest in checkpoint_dir?' if resume is True else ""
         raise ConfigError(f'resume must be "auto", the path of a checkpoint or None, got {resume!r}.{hint}')
     if isinstance(resume, str) and resume != "auto" and resume.lower() in _LIKE_AUTO:
         raise ConfigError(f'resume is {resume!r}: did you mean "auto"? For a file of that name, give "./{resume}".')
-    return local_path("fit.resume", resume)
+    return path_or_url("fit.resume", resume)
 
 
 def _validation_sets(
     validation: Any, settings: DistributedTrainingConfig, groups: Any, arrays: Sequence[Any]
 ) -> dict[str, _Set]:
     """Return the sets of validation data by name, "" for a set without a name."""
-    if arrays[1] is None and isinstance(validation, SupportsArray):  # X without y
+    if arrays[1] is None and isinstance(validation, (SupportsArray, LazyTable)):  # X without y
         validation = (validation, None)
     is_one_iterator = isinstance(arrays[0], Iterator) and validation is arrays[0]
     if is_one_iterator and settings.steps_per_epoch is None:

@@ -174,7 +174,8 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
         )
     if shape == [1] and not targets.is_floating_point():
         raise ConfigError(
-            f"{name} wants one class number per sample, and y has shape (n, 1): give numpy.asarray(y).reshape(-1)."
+            f"{name} wants one class number per sample, and y has shape (n, 1): give numpy.asarray(y).reshape(-1), or "
+            "the column of a table, as in df['class']."
         )
 
 

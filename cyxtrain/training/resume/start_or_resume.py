@@ -6,19 +6,20 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import xxhash
 
-from cyxtrain.checkpoint.checkpoint_file import CheckpointState, checkpoint_bytes, unpack_checkpoint
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState, unpack_checkpoint
 from cyxtrain.checkpoint.folder import CheckpointFolder, Found, look_into, name_of
 from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.checkpoint.remote_files import require_reachable
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
 from cyxtrain.checkpoint.validation import check_content, restoring_from
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import process_env
-from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, warn, warn_together
+from cyxtrain.environment.regular_files import url_of
+from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError, counted, on_all_ranks, warn, warn_together
 from cyxtrain.optim.schedule_length import check_schedule
 from cyxtrain.training.inputs.facts import (
     POLICIES,
@@ -34,6 +35,7 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import with_batch_norm_checked
 from cyxtrain.training.resume.resumption import Resumption
 from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.world.agreement import raise_together
 from cyxtrain.world.world import World
 
 AUTO = "auto"
@@ -71,7 +73,7 @@ def _newest_of_launch(plan: FitPlan, state: TrainingState, program: str) -> tupl
     """Return (bytes, path) as `_newest_of_call`, among the checkpoints since the launcher first started the ranks."""
     call: tuple[Any, Any] = state.next_fit(plan.initial_epoch)
     if plan.resume is not None:  # then this is the call of fit that made the checkpoint
-        named = look_into(Path(plan.resume)).position
+        named = look_into(plan.resume).position
         call = (named.get("fits"), named.get("first_epoch"))
     launched, _ = process_env.launched_run()
     return _newest_of_call(_folder_of(plan.config), state, call, program, launched)
@@ -88,6 +90,7 @@ def start_or_resume(
 ) -> tuple[FitPlan, Resumption | None, HeaderLines]:
     """Go to where a fit begins or continues; return the plan, the resumption and header lines."""
     try:
+        _require_store(plan)
         digests = plan.digests()
         program = plan.world.gather(_program_of(state, plan.config, digests))[0]
         found = _find_after_restart(plan, state, program)
@@ -104,6 +107,22 @@ def start_or_resume(
         raise
     state.set(arithmetic=numerics)
     return begun
+
+
+def _require_store(plan: FitPlan) -> None:
+    """Raise on all ranks if checkpoint_dir is the URL of a store that cannot be used. All ranks call it."""
+    config = plan.config
+    url = url_of(config.checkpoint_dir)
+    is_read = plan.resume == AUTO or bool(plan.attempt)
+    if not url or not (is_read or config.makes_checkpoints):
+        return
+    problem: CyxtrainError | None = None
+    if plan.world.is_first or not config.save_on_master_only:
+        try:
+            require_reachable(url, writes=config.makes_checkpoints)
+        except CyxtrainError as error:
+            problem = error
+    raise_together(plan.world, problem)
 
 
 def _program_of(state: TrainingState, config: DistributedTrainingConfig, digests: Mapping[str, str]) -> str:
@@ -319,18 +338,22 @@ def _newest_of_call(
     own_runs = {each.origin for each in candidates if each.run.get("program", program) == program}
     # A stable sort: within each group the newest stays first.
     for found in sorted(candidates, key=lambda each: each.origin not in own_runs):
+        # A store that fails in the middle raises: it must not look like a corrupt checkpoint, which is passed over.
+        remote = b""
+        if found.url and not found.problem:
+            remote = found.read()
         try:
             if found.problem:
                 raise CheckpointError(found.problem)
-            data = checkpoint_bytes(found.path)
-            checkpoint = unpack_checkpoint(data, str(found.path))
-            check_content(checkpoint, f"checkpoint {found.path}")
-            Position.from_json(checkpoint.position, f"checkpoint {found.path}")
+            data = remote or found.read()
+            checkpoint = unpack_checkpoint(data, found.where)
+            check_content(checkpoint, f"checkpoint {found.where}")
+            Position.from_json(checkpoint.position, f"checkpoint {found.where}")
         except CheckpointError as error:
             warn(f"{error} It is skipped.")
             continue
         if folder.claim(checkpoint.run, state.claim):
-            return data, str(found.path)
+            return data, found.where
     return b"", ""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -86,6 +87,9 @@ def opened(kind: str, folder: str) -> Iterator[tuple[tuple[Any, ...], list[int] 
     streamed = Streamed()
     if kind == "arrays, tensors":
         yield (INPUTS, TARGETS), None
+    elif kind == "tables":
+        pandas: Any = importlib.import_module("pandas")
+        yield (pandas.DataFrame(INPUTS.numpy()), pandas.Series(TARGETS.numpy())), None
     elif kind == "memory maps":
         yield (np.load(f"{folder}/x.npy", mmap_mode="r"), np.load(f"{folder}/y.npy", mmap_mode="r")), None
     elif kind == "HDF5 datasets":
@@ -154,6 +158,8 @@ def test_each_kind_of_data_is_read_as_the_table_says(kind, tmp_path):
     split, order, read, again = table()[kind]
     np.save(tmp_path / "x.npy", INPUTS.numpy())
     np.save(tmp_path / "y.npy", TARGETS.numpy())
+    if kind == "tables":
+        pytest.importorskip("pandas")
     if kind == "HDF5 datasets":
         h5py = pytest.importorskip("h5py")
         with h5py.File(tmp_path / "rows.h5", "w") as file:

@@ -84,6 +84,7 @@ def fit_recorded(learning_rate: float = 1e-3) -> list[Any]:
     trainer.fit(INPUTS, TARGETS, epochs=1, callbacks=recorder, **QUIET)
     assert recorder.trainer is trainer
     assert recorder.model is model
+    assert len(recorder.params.pop("data_hash")) == 16
     assert recorder.params == {
         "epochs": 3,
         "steps": 2,

@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
+import file_tracker
 import pytest
-from file_tracker import FailingTracker, FileTracker, calls, curves, fit, fit_in_a_world, fit_in_folder
-from fitting import make_rows, one_process, run_new_world
+from file_tracker import (
+    FIT,
+    FailingTracker,
+    FileTracker,
+    calls,
+    curves,
+    fit,
+    fit_in_a_world,
+    fit_in_folder,
+    join_late_threads,
+)
+from fitting import make_model, make_rows, one_process, run_new_world
 from markers import nightly_where
 from rank_processes import run_ranks
 from refusals import refuses, warning_texts
 
 import cyxtrain as cx
 from cyxtrain.callbacks import MLflow, Tracker
-from cyxtrain.callbacks.trackers import background_sender
+from cyxtrain.callbacks.trackers import background_sender, run_info, tracker
 
 pytestmark = pytest.mark.usefixtures("rank_server")
-PLACES = [("start", 0), ("batch", 3), ("batch", 11), ("validation", 10), ("epoch", 5), ("end", 15)]
+posix = pytest.mark.skipif(os.name == "nt", reason="the signal is POSIX's")
+# A hook, a step, and whether all points so far have been sent.
+PLACES = [
+    ("start", 0, False),
+    ("batch", 3, False),
+    ("batch", 11, True),
+    ("validation", 10, True),
+    ("epoch", 5, False),
+    ("end", 15, True),
+]
 
 
 def of_kind(file: str, kind: str) -> list[Any]:
@@ -48,21 +72,25 @@ def test_points_are_those_of_the_history_and_only_rank_0_logs(undisturbed, tmp_p
 
 
 @nightly_where(lambda place: place[0] not in ("batch", "end"))
-@pytest.mark.skipif(os.name == "nt", reason="ranks are killed by POSIX signals here")
+@posix
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_killed_fit_that_resumes_gives_the_curves_of_the_undisturbed_one(place, undisturbed, tmp_path):
-    killed = run_ranks(2, fit_in_a_world, str(tmp_path), *place)
+    hook, step, is_sent = place
+    killed = run_ranks(2, fit_in_a_world, str(tmp_path), hook, step, signal.SIGKILL, is_sent)
     assert killed[0].kind == "Killed"
-    run_new_world(2, fit_in_folder, str(tmp_path))
     file = f"{tmp_path}/calls"
+    if is_sent:
+        assert [each for each, _ in curves(file)["step/loss"]] == [*range(1, step + 1)]
+    run_new_world(2, fit_in_folder, str(tmp_path))
     assert curves(file) == undisturbed
     [*_, last] = of_kind(file, "finish")
     assert last == "FINISHED"
-    if place[0] in ("batch", "validation", "end") and place != ("batch", 3):
+    if is_sent:
         assert set(of_kind(file, "start")) == {"run 1"}
+    assert [*tmp_path.glob("trackers/.*")] == []
 
 
-@pytest.mark.skipif(os.name == "nt", reason="the signal is POSIX's")
+@posix
 def test_a_fit_that_is_terminated_ends_as_killed_and_goes_on_in_the_same_run(undisturbed, tmp_path):
     stopped = run_ranks(2, fit_in_a_world, str(tmp_path), "batch", 7, signal.SIGTERM)
     assert [each.kind for each in stopped] == ["SystemExit"] * 2
@@ -118,6 +146,106 @@ def test_a_run_without_its_local_file_continues_from_the_checkpoint(alone, tmp_p
     assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 1"]
 
 
+RESTARTED = """
+import os, signal, sys
+sys.path.insert(0, sys.argv[1])
+import cyxtrain as cx
+from file_tracker import FileTracker, Killer, fit
+
+tracker = FileTracker(os.path.abspath("calls"), log_every_n_steps=1)
+step = 11 if os.environ["CYXTRAIN_ATTEMPT"] == "0" else 0
+with cx.init():
+    fit(tracker, Killer("batch", step, signal.SIGKILL, tracker), checkpoint_every_n_steps=2)
+"""
+
+
+@posix
+@pytest.mark.nightly
+def test_a_fit_that_the_launcher_restarts_goes_on_in_the_same_run(undisturbed, tmp_path):
+    (tmp_path / "train.py").write_text(RESTARTED, encoding="utf-8")
+    support = str(Path(file_tracker.__file__).parent)
+    command = [sys.executable, "-m", "cyxtrain.launch", "--restarts", "1", "2", "train.py", support]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert curves(f"{tmp_path}/calls") == undisturbed
+    assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 1"]
+    assert of_kind(f"{tmp_path}/calls", "finish") == ["FINISHED"]
+
+
+@posix
+def test_a_killed_run_that_nobody_resumes_is_finished_by_the_next_fit_in_its_folder(alone, tmp_path):
+    run_ranks(1, fit_in_a_world, str(tmp_path), "batch", 3, signal.SIGKILL, True)
+    assert len([*tmp_path.glob("trackers/.*")]) == 1
+    fit(FileTracker(f"{tmp_path}/calls"))
+    assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 1", "run 3"]
+    assert of_kind(f"{tmp_path}/calls", "finish") == ["KILLED", "FINISHED"]
+    assert [*tmp_path.glob("trackers/.*")] == []
+
+
+def test_runs_of_one_folder_leave_each_other_alone(alone, tmp_path):
+    files = [f"{tmp_path}/first", f"{tmp_path}/second"]
+    fit(*map(FileTracker, files))
+    for file in files:
+        assert of_kind(file, "start") == ["run 1"]
+        assert of_kind(file, "finish") == ["FINISHED"]
+        assert [step for step, _ in curves(file)["loss"]] == [5, 10, 15]
+
+
+# --- what a run shows -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def fonts() -> None:
+    """matplotlib keeps its fonts' files open from its first picture on."""
+    pytest.importorskip("matplotlib")
+    metric = cx.metrics.ConfusionMatrix(None)
+    metric([0, 1], [0, 1])
+    metric.figure.savefig(io.BytesIO())
+
+
+def test_a_run_shows_its_data_the_load_of_the_system_and_plots(fonts, alone, tmp_path, monkeypatch):
+    monkeypatch.setattr(tracker, "_LOAD_SECONDS", 0.0)
+    file = f"{tmp_path}/calls"
+    trainer = cx.DistributedTrainer(make_model(), "cross_entropy", metrics=[cx.metrics.ConfusionMatrix(path=None)])
+    more: Any = {**FIT, "callbacks": FileTracker(file, log_plots=True)}
+    trainer.fit(*make_rows(40), validation_data=make_rows(9, seed=1), **more)
+    [settings] = [values[1] for kind, *values in calls(file) if kind == "start"]
+    assert len(settings["data_hash"]) == 16
+    points = [point for kind, *values in calls(file) if kind == "log" for point in values[0]]
+    for name in ("system/cpu_percent", "system/memory_percent"):
+        assert [step for each, step, *_ in points if each == name] == [5, 10, 15]
+        assert all(0 <= value <= 100 for each, _, value, _ in points if each == name)
+    assert [each.rpartition("-")[2] for each in of_kind(file, "artifact")] == ["history.png", "confusion_matrix.png"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_commit_of_the_working_directory_is_shown(tmp_path, monkeypatch):
+    def git(*words: str) -> str:
+        own = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", *words]
+        return subprocess.run(own, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.strip()
+
+    monkeypatch.chdir(tmp_path)
+    assert run_info.git_state() == {}
+    git("init")
+    (tmp_path / "program.py").touch()
+    git("add", "program.py")
+    git("commit", "-m", "First")
+    git("tag", "v1")
+    (tmp_path / "untracked").touch()
+    assert run_info.git_state() == {"git/commit": git("rev-parse", "HEAD"), "git/dirty": "False"}
+    (tmp_path / "program.py").write_text("changed")
+    assert run_info.git_state() == {"git/commit": git("rev-parse", "HEAD"), "git/dirty": "True"}
+
+
+@posix
+def test_a_slow_git_is_not_waited_for(tmp_path, monkeypatch):
+    Path(tmp_path / "git").write_text("#!/bin/sh\nexec sleep 30\n")
+    Path(tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(run_info, "GIT_SECONDS", 0.1)
+    assert run_info.git_state() == {}
+
+
 # --- services in trouble --------------------------------------------------------------------------------------------
 
 
@@ -152,6 +280,40 @@ def test_what_waits_is_in_the_checkpoint_and_sent_when_the_fit_resumes(alone, tm
     assert calls(f"{tmp_path}/calls") == []
     fit_beside(FailingTracker(f"{tmp_path}/calls", "", 0), resume="auto", epochs=4, **kept)
     assert [step for step, _ in curves(f"{tmp_path}/calls")["loss"]] == [5, 10, 15, 20]
+    [settings] = [values[1] for kind, *values in calls(f"{tmp_path}/calls") if kind == "start"]
+    assert settings["model"] == "Sequential"
+
+
+@pytest.mark.parametrize("kind", ["start", "log"])
+def test_what_waits_at_the_end_is_sent_by_the_next_fit_in_the_folder(kind, alone, tmp_path, short_waits):
+    file = f"{tmp_path}/calls"
+    first = FailingTracker(file, kind, 1000)
+    [_, text] = fit_beside(first)
+    [kept] = tmp_path.glob("trackers/*.json")
+    assert text.startswith("FailingTracker: 21 points were not sent")
+    assert f"21 of them are in {kept}: the next fit with FailingTracker in this folder sends them" in text
+    # The service fails for the earlier run alone, and goes on failing it: the fit's own run is in order.
+    fit_beside(FailingTracker(file, kind, 2))
+    own = curves(file)["loss"]
+    assert [step for step, _ in own] == [5, 10, 15]
+    fit_beside(FailingTracker(file, "", 0), epochs=1)
+    assert curves(file)["loss"] == [*own, *own, own[0]]
+    assert of_kind(file, "finish")[-2:] == ["FINISHED", "FINISHED"]
+    assert calls(file)[-1] == ["finish", "FINISHED"]
+
+
+def test_a_thread_that_is_late_sends_the_rest_while_the_process_lives(alone, tmp_path, short_waits):
+    gate = threading.Event()
+    file = f"{tmp_path}/calls"
+    fit_beside(FileTracker(file, ("start", gate)))
+    [text] = fit_beside(FileTracker(file))
+    assert text == "FileTracker: a call of an earlier fit has not returned; nothing of this fit is sent."
+    assert calls(file) == []
+    gate.set()
+    join_late_threads()
+    assert of_kind(file, "start") == ["run 1"]
+    assert of_kind(file, "finish") == ["FINISHED"]
+    assert [step for step, _ in curves(file)["loss"]] == [5, 10, 15]
 
 
 @pytest.mark.parametrize("kind", ["start", "log"])

@@ -49,7 +49,7 @@ LAUNCHERS = {
 }
 
 PROGRAM = """
-import os, sys, time, warnings
+import atexit, collections, os, sys, time, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")  # forks of a process do not read PYTHONWARNINGS
 mistake = sys.argv[1]
@@ -107,6 +107,8 @@ if mistake == "nan":
 if mistake == "raises":
     trainer().fit(X, y, epochs=1, verbose=False, callbacks=[Raises()])
 if mistake == "ctrl-c":
+    # As PyTorch does where `tabulate` is installed: CPython forgets about Ctrl-C when a string is executed at exit.
+    atexit.register(collections.namedtuple, "Late", "x")
     trainer().fit(X, y, epochs=1_000_000, batch_size=2, verbose=False, callbacks=[Ready()])
 """
 

@@ -1250,7 +1250,7 @@ def test_a_program_without_a_guard_gets_what_the_launcher_gets(folder):
     launcher = [str(Path(__file__).parents[3] / "launch_distributed.sh"), "2"]
     found = []
     for before in ([], launcher):
-        out, errors = program(source, *before).communicate(timeout=2 * SECONDS)
+        out, errors = program(source, *before).communicate(timeout=6 * SECONDS)
         assert out, errors.decode()
         found.append(out.decode().split()[-1])
     assert found[0] == found[1]

@@ -27,7 +27,7 @@ from tests.structure import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-LINE_BUDGET = 51_600
+LINE_BUDGET = 53470
 """Lines of the package. A new capability pays for itself, or raises this with a line in CHANGELOG.md."""
 MOST_FILES = 14
 
@@ -80,7 +80,14 @@ INSIDE = {
         "reducer",
         "wrapper",
     ],
-    "checkpoint": ["format files", "checkpoint_file", "validation", "weights transport folder", "writer"],
+    "checkpoint": [
+        "remote_files",
+        "format files",
+        "checkpoint_file",
+        "validation",
+        "weights transport folder",
+        "writer uploader",
+    ],
     "training": [
         "trained",
         "state",

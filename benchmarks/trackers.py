@@ -1,0 +1,126 @@
+"""What a tracker costs a fit: numbers after every step, for a service that discards them.
+
+    python benchmarks/trackers.py [--milliseconds 20 50] [--steps 150] [--pairs 10] [--floors] [--json results.json]
+
+One process trains the same MLP with a tracker and without, in turns. A batch has as many samples as a step of about so
+many milliseconds needs. The tracker sends rank 0's loss, accuracy and learning rate of each step; its methods do
+nothing, because a real service on the same cores would cost more than the callback. The ratio is the median over pairs
+of the seconds of whole fits, with their start and end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from fit_work import make_data, make_mlp
+from launches import machine, paired_quartiles, take_turns
+from text_tables import Table
+
+import cyxtrain as cx
+from cyxtrain.callbacks import Tracker
+
+CEILING = 1.03
+"""What the ratio must not exceed."""
+WAYS = ("tracker", "none")
+_CALIBRATING_STEPS = 5
+
+
+class Discard(Tracker):
+    """Sends nothing, and counts."""
+
+    num_points = 0
+
+    def start(self, run_id: str, settings: Mapping[str, str]) -> str:
+        """Returns an id."""
+        return "run"
+
+    def log(self, points: list[Any]) -> None:
+        """Counts."""
+        self.num_points += len(points)
+
+    def artifact(self, path: Path) -> None:
+        """Does nothing."""
+
+    def finish(self, status: str) -> None:
+        """Does nothing."""
+
+
+def fit(callbacks: list[cx.callbacks.Callback], batch_size: int, steps: int) -> float:
+    """Returns the seconds of a fit of one epoch."""
+    torch.manual_seed(0)
+    model = make_mlp(512, 512)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizer)
+    data = make_data(batch_size * steps)
+    began = time.perf_counter()
+    trainer.fit(*data, epochs=1, batch_size=batch_size, verbose=False, callbacks=callbacks)
+    return time.perf_counter() - began
+
+
+def run(way: str, batch_size: int, steps: int) -> float:
+    """Returns the seconds of a fit with or without a tracker."""
+    if way == "none":
+        return fit([], batch_size, steps)
+    with tempfile.TemporaryDirectory() as folder:
+        tracker = Discard(log_every_n_steps=1, folder=folder)
+        seconds = fit([tracker], batch_size, steps)
+    # Three numbers of each step, and four of the epoch: loss, accuracy, rate and speed.
+    if tracker.num_points < 3 * steps + 4:
+        raise AssertionError(f"{tracker.num_points} points of {steps} steps arrived")
+    return seconds
+
+
+def batch_size_for(milliseconds: float) -> int:
+    """Returns how many samples a batch needs, a power of two, for a step to take so long."""
+    size = 16
+    fit([], size, _CALIBRATING_STEPS)  # what is done once in a process
+    while True:
+        more = fit([], size, 3 * _CALIBRATING_STEPS) - fit([], size, _CALIBRATING_STEPS)
+        if 1000 * more / (2 * _CALIBRATING_STEPS) >= milliseconds:
+            return size
+        size *= 2
+
+
+def compare(milliseconds: float, steps: int, pairs: int) -> dict[str, Any]:
+    """Returns the seconds of both ways by pair, and the quartiles of their ratios."""
+    size = batch_size_for(milliseconds)
+    found = take_turns(WAYS, pairs, lambda way: run(way, size, steps))
+    ratio = paired_quartiles(found["tracker"], found["none"])
+    return {"milliseconds": milliseconds, "batch_size": size, "steps": steps, **found, "ratio": ratio}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--milliseconds", type=float, nargs="+", default=[20, 50], help="at least, of a step")
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--pairs", type=int, default=10, help="fits of each; they take turns")
+    parser.add_argument("--floors", action="store_true", help=f"fail if a ratio is above {CEILING}")
+    parser.add_argument("--json", type=Path, help="where the figures go")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with cx.init(cx.DistributedConfig(rank=0, world_size=1)):
+        rows = [compare(milliseconds, given.steps, given.pairs) for milliseconds in given.milliseconds]
+    table = Table("a point per step", ["step, ms", "batch", "with, s", "without, s", "with / without", "quartiles"])
+    for row in rows:
+        medians = [statistics.median(row[way]) for way in WAYS]
+        step = f"{1000 * medians[1] / row['steps']:.0f}"
+        lower, median, upper = row["ratio"]
+        shown = [f"{seconds:.2f}" for seconds in medians]
+        table.add([step, str(row["batch_size"]), *shown, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}"])
+    table.show()
+    if given.json is not None:
+        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    return int(given.floors and any(row["ratio"][1] > CEILING for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""Claims about tables as X and y: the bits of the arrays on any number of ranks, and refusals on every rank alike."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fitting import CLASSES, adam, everywhere, fingerprint, make_model, make_rows, one_process, run_world, seeded
+from lazy import LazyModule
+from markers import by_night
+from refusals import ending, refusal, warning_texts
+from torch import Tensor, nn
+
+import cyxtrain as cx
+
+pandas: Any = LazyModule("pandas", optional=True)
+pytestmark = pytest.mark.usefixtures("rank_server")
+
+INPUTS, TARGETS = (rows.numpy() for rows in make_rows(23))
+NAMES = ["area", "rooms", "age", "floor"]
+FIT: dict[str, Any] = {"epochs": 2, "effective_batch_size": 6, "verbose": False}
+
+
+class WithCodes(nn.Module):
+    """Numbers, and codes for an embedding, as two inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5, 3)
+        self.last = nn.Linear(4 + 3, CLASSES)
+
+    def forward(self, numbers: Tensor, city: Tensor) -> Tensor:
+        return self.last(torch.cat([numbers, self.words(city)], dim=1))
+
+
+def make_table(library: str, columns: dict[str, Any]) -> Any:
+    module: Any = importlib.import_module(library)
+    return module.table(columns) if library == "pyarrow" else module.DataFrame(columns)
+
+
+def bits(inputs: Any, targets: Any, loss_fn: str = "cross_entropy", **settings: Any) -> tuple[str, Any, Any]:
+    """Returns the weights after a fit, the history, and predictions."""
+    with seeded():
+        model: nn.Module = WithCodes() if isinstance(inputs, dict) else make_model(outputs=settings.pop("outputs", 3))
+    trainer = cx.DistributedTrainer(model, loss_fn, adam(model))
+    history = trainer.fit(inputs, targets, **FIT, **settings)
+    loss, accuracy = trainer.evaluate(inputs, targets)
+    predicted = trainer.predict(inputs)
+    assert isinstance(predicted, np.ndarray)
+    return fingerprint(model), [history.train_losses, history.val_losses, loss, accuracy], predicted.tobytes()
+
+
+def train_both(library: str, folder: str) -> dict[str, bool]:
+    """Returns whether each kind of table has the bits of the array, on this rank."""
+    floats = dict(zip(NAMES, INPUTS.T, strict=True))
+    mixed = {"area": INPUTS[:, 0], "rooms": TARGETS.astype("int16"), "new": TARGETS > 0, "age": TARGETS / 3}
+    stacked = np.column_stack([mixed["area"], mixed["rooms"], mixed["new"], mixed["age"]])
+    assert stacked.dtype == np.float64
+    several = {"X": floats, "y": {"class": TARGETS}, "price": {"price": INPUTS[:, 0]}, "mixed": mixed}
+    table = {name: make_table(library, columns) for name, columns in several.items()}
+    classes = table["y"]["class"]
+    weights = make_table(library, {"weight": np.arange(23.0)})["weight"]
+    codes = TARGETS + 1
+    parts = {"numbers": table["X"], "city": make_table(library, {"city": codes})["city"]}
+    arrays = bits(INPUTS, TARGETS)
+    price = INPUTS[:, :1]
+    found = {
+        "floats and classes": bits(table["X"], classes) == arrays,
+        "mixed types": bits(table["mixed"], classes) == bits(stacked, TARGETS),
+        "booleans as classes": bits(table["X"], table["mixed"]["new"]) == bits(INPUTS, TARGETS > 0),
+        "one column as y": bits(table["X"], table["price"], "mse", outputs=1) == bits(INPUTS, price, "mse", outputs=1),
+        "several inputs": bits(parts, classes) == bits({"numbers": INPUTS, "city": codes}, TARGETS),
+        "weights": bits(table["X"], classes, sample_weight=weights)
+        == bits(INPUTS, TARGETS, sample_weight=np.arange(23.0)),
+        "validation": bits(table["X"], classes, validation_data=(table["X"], classes, weights))
+        == bits(INPUTS, TARGETS, validation_data=(INPUTS, TARGETS, np.arange(23.0))),
+        "held out": bits(table["X"], classes, validation_split=0.3, validation_stratify=True)
+        == bits(INPUTS, TARGETS, validation_split=0.3, validation_stratify=True),
+    }
+    if library == "pandas":
+        nullable = (table["X"].convert_dtypes(), classes.astype("Int64"))
+        found["nullable types"] = bits(*nullable) == arrays
+        shuffled = table["X"].sample(frac=1.0, random_state=0)
+        rows = shuffled.index.to_numpy()
+        found["another order"] = bits(shuffled, classes.loc[rows]) == bits(INPUTS[rows], TARGETS[rows])
+    if library == "polars":
+        found |= train_queries(folder, arrays, bits(INPUTS, price, "mse", outputs=1))
+    return found
+
+
+def train_queries(folder: str, arrays: Any, prices: Any) -> dict[str, bool]:
+    """As `train_both`, for queries of a file."""
+    polars: Any = importlib.import_module("polars")
+    file = polars.scan_parquet(f"{folder}/rows.parquet")
+    features = file.select(NAMES)
+    classes = file.select("class").collect()["class"]
+    return {
+        "a query": bits(features, classes) == arrays,
+        "a query as y": bits(features, file.select("area"), "mse", outputs=1) == prices,
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("library", ["pandas", by_night("polars"), by_night("pyarrow")])
+def test_tables_train_the_model_of_the_arrays_bit_for_bit(library, world_size, tmp_path):
+    module: Any = pytest.importorskip(library)
+    if library == "polars":
+        columns = dict(zip([*NAMES, "class"], [*INPUTS.T, TARGETS], strict=True))
+        module.DataFrame(columns).write_parquet(tmp_path / "rows.parquet")
+    for found in everywhere(world_size, train_both, library, str(tmp_path)):
+        assert [name for name, is_same in found.items() if not is_same] == []
+        assert len(found) >= 8
+
+
+def frame(**more: Any) -> Any:
+    return importlib.import_module("pandas").DataFrame({"area": INPUTS[:, 0], **more})
+
+
+def trainer_of() -> Any:
+    model = nn.Linear(2, CLASSES)
+    return cx.DistributedTrainer(model, "cross_entropy", adam(model))
+
+
+def refusals() -> list[str]:
+    """Returns what wrong tables are refused with, on this rank."""
+    words = frame(city=["Oslo"] * 23)
+    good = frame(age=INPUTS[:, 1])
+    y = good["area"].astype(int).abs() % 2
+    trainer = trainer_of()
+    calls: list[Callable[[], Any]] = [
+        lambda: trainer.fit(words, y),
+        lambda: trainer.fit(good, y, validation_data=(words, y)),
+        lambda: trainer.evaluate({"x": words}, y),
+        lambda: trainer.predict(words),
+        lambda: trainer.fit(good, y.sample(frac=1.0, random_state=0)),
+        lambda: trainer.fit(good, words["city"]),
+        lambda: trainer.fit(good, y.where(y.index > 1).astype("Int64")),
+        lambda: trainer.fit(good, y.to_frame()),
+        lambda: trainer.train_on_batch(words, y),
+    ]
+    return [ending(call) for call in calls]
+
+
+def test_wrong_tables_are_refused_in_every_call_on_every_rank_alike():
+    first, second = run_world(2, refusals)
+    for words, message, other in zip(
+        (
+            "ConfigError: X is a table with column 'city' (text); it must hold numbers or booleans. Encode text",
+            "ConfigError: validation data: X is a table with column 'city' (text)",
+            "ConfigError: X['x'] is a table with column 'city' (text)",
+            "ConfigError: X is a table with column 'city' (text)",
+            "ConfigError: X and y have different indexes: ",
+            "ConfigError: y is a column of text; it must hold numbers or booleans. Number the classes, as in numpy.un",
+            "ConfigError: CrossEntropyLoss wants class indices of an integer dtype, and y has dtype float64, with NaN "
+            "in 2 samples, which must be filled or dropped",
+            "ConfigError: CrossEntropyLoss wants one class number per sample, and y has shape (n, 1): give "
+            "numpy.asarray(y).reshape(-1), or the column of a table, as in df['class'].",
+            "ConfigError: X is a table with column 'city' (text)",
+        ),
+        first,
+        second,
+        strict=True,
+    ):
+        assert message.startswith(words), message
+        assert other.startswith(words), other
+
+
+def warnings_of_missing() -> list[str]:
+    ages = importlib.import_module("pandas").Series([1, None] * 11 + [1], dtype="Int64")
+    with warning_texts() as caught:
+        y = TARGETS % CLASSES
+        trainer_of().fit(frame(age=ages), y, epochs=1, verbose=False, on_nonfinite="skip")
+        model = WithCodes()
+        trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
+        numbers = frame(rooms=1, age=ages, floor=2.0)
+        trainer.fit({"numbers": numbers, "city": y}, y, epochs=1, verbose=False, on_nonfinite="skip")
+    return [each for each in caught if "holds nan" in each]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_missing_values_are_warned_of_with_the_names_of_their_columns(world_size):
+    first, *others = everywhere(world_size, warnings_of_missing)
+    assert len(first) == 2
+    assert first[0].startswith("sample 1 of X holds nan, the first of 11 such samples (column 'age'). on_nonfinite")
+    assert first[1].startswith("sample 1 of X['numbers'] holds nan, the first of 11 such samples (column 'age').")
+    assert others == [[]] * (world_size - 1)
+
+
+def test_a_table_validates_a_model_without_y():
+    with one_process():
+        model = make_model(outputs=1)
+        table = frame(**dict(zip(NAMES[1:], INPUTS[:, 1:].T, strict=True)))
+        trainer = cx.DistributedTrainer(OwnLoss(model), None, adam(model))
+        history = trainer.fit(table, validation_data=table, **FIT)
+        assert len(history.val_losses) == 2
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.model(input).square().mean()}
+
+
+@pytest.mark.nightly
+def test_a_query_validates_a_model_without_y():
+    polars: Any = pytest.importorskip("polars")
+    with one_process():
+        model = make_model(outputs=1)
+        table = polars.LazyFrame(dict(zip(NAMES, INPUTS.T, strict=True)))
+        trainer = cx.DistributedTrainer(OwnLoss(model), None, adam(model))
+        assert len(trainer.fit(table, validation_data=table, **FIT).val_losses) == 2
+
+
+@pytest.mark.nightly
+def test_a_dataset_of_hugging_face_without_a_format_is_asked_for_one_in_one_line(monkeypatch):
+    datasets: Any = pytest.importorskip("datasets")
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # a progress bar, also a disabled one, leaves a thread
+    rows = datasets.Dataset.from_dict({"input": INPUTS.tolist(), "labels": TARGETS.tolist()})
+    with one_process():
+        model = make_model()
+        trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
+        for data in (rows, torch.utils.data.DataLoader(rows, batch_size=6, shuffle=True)):
+            message = refusal(trainer.fit, data, **{**FIT, "effective_batch_size": None})
+            assert message.startswith(
+                "X is a datasets.Dataset without a format: its column 'input' gives a list, not a tensor, for each "
+                'sample. Give X.with_format("torch").'
+            )
+            assert len(message) < 200
+        history = trainer.fit(rows.with_format("torch"), **FIT)
+        assert history.train_losses[-1] < history.train_losses[0]
