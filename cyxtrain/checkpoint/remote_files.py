@@ -134,8 +134,8 @@ class RemoteEnd(io.BytesIO):
 def upload(path: Path, url: str, progress: Callable[..., object] = lambda *_, **__: None) -> None:
     """Upload a file whole: nothing has its name before it is complete; `progress` is called after each part.
 
-    Cost on S3: at most 64 MiB of memory, for three parts of 8 MiB at a time and what the library adds; elsewhere fsspec's
-    own buffers.
+    Cost on S3: at most 64 MiB of memory, for three parts of 8 MiB at a time and what the library adds; elsewhere the
+    buffers of fsspec.
     """
     with _blaming("write", url):
         from fsspec.callbacks import Callback
