@@ -25,7 +25,7 @@ from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError, brief, 
 START_SECONDS = 5.0
 """How long a store may take to answer at the start of a fit."""
 _PART_BYTES = 8 << 20
-_PARTS_AT_ONCE = 4
+_PARTS_AT_ONCE = 3
 # S3's limit: larger files have larger parts.
 _MOST_PARTS = 10_000
 # More than a checkpoint's manifest and directory.
@@ -134,7 +134,8 @@ class RemoteEnd(io.BytesIO):
 def upload(path: Path, url: str, progress: Callable[..., object] = lambda *_, **__: None) -> None:
     """Upload a file whole: nothing has its name before it is complete; `progress` is called after each part.
 
-    Cost on S3: 32 MiB of memory, for four parts of 8 MiB at a time; elsewhere fsspec's own buffers.
+    Cost on S3: at most 64 MiB of memory, for three parts of 8 MiB at a time and what the library adds; elsewhere the
+    buffers of fsspec.
     """
     with _blaming("write", url):
         from fsspec.callbacks import Callback

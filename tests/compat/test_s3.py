@@ -73,7 +73,10 @@ def test_a_fit_killed_in_mid_upload_resumes_on_an_empty_disk(count, after, endpo
         assert epochs == 3
         assert steps == 4 * (3 - max(there, default=0))
         assert np.allclose(parameters, undisturbed, atol=1e-6)
-    assert values(run_ranks(1, s3_fits.epochs_in, *elsewhere, seconds=60)) == [[3]]
+    [left] = values(run_ranks(1, s3_fits.epochs_in, *elsewhere, seconds=60))
+    if max(there, default=0) < 3:  # otherwise nothing was left to train, and so nothing to delete
+        assert left == [3]
+    assert left[-1] == 3
 
 
 def test_two_ranks_resume_to_equal_bits(endpoint, undisturbed, tmp_path):

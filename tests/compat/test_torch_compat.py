@@ -28,6 +28,7 @@ NOT_PYTORCH = {
     "_DYNAMIC_CLASS_TRACKER_BY_CLASS": "cloudpickle",
     "_DYNAMIC_CLASS_TRACKER_BY_ID": "cloudpickle",
     "_current_frames": "sys",
+    "_ex_iterable": "datasets",
     "_exit": "os",
     "_is_synced": "torchmetrics",
     "_lru_cache_wrapper": "functools",

@@ -149,7 +149,9 @@ def test_it_goes_on_and_evaluates_what_it_has_kept(by_one_rank, tmp_path, monkey
     code, text = alone("fit", CONFIG, SHORT, keep, "--resume", "auto")
     assert code == 0
     assert measures(text) == by_one_rank[2:]
-    for words in (["checkpoints"], ["checkpoints/epoch-0003.ckpt"], ["checkpoints", "--config", CONFIG]):
+    url = f"local://{tmp_path}/checkpoints"
+    given = ["checkpoints/epoch-0003.ckpt"], ["checkpoints", "--config", CONFIG], [url], [f"{url}/epoch-0003.ckpt"]
+    for words in (["checkpoints"], *given):
         assert alone("evaluate", *words) == (0, "".join(f"{line}\n" for line in by_one_rank[-2:]))
 
 
