@@ -63,14 +63,22 @@ def columns_of(values: Any) -> list[Any]:
 def table_as_array(values: Any, name: str) -> _Array:
     """Return a table as an array of shape (rows, columns), and a single column as (rows,).
 
-    Columns of several types get NumPy's common type. A query of Polars is run by its streaming engine. Cost: a copy,
-    except of a table of pandas whose columns have the same type of NumPy.
+    Columns of several types get NumPy's common type. Integers of 8 and 16 bits become int64, also if they have no
+    sign: they are codes, as of categories, which embeddings take in 32 or 64 bits. A query of Polars is run by its
+    streaming engine. Cost: a copy, except of a table of pandas whose columns have the same type of NumPy.
 
     Raises:
         ConfigError: A column does not hold numbers or booleans. The error lists all of them; `name` is the table's.
     """
     if _is_lazy(values):
         values = values.collect(engine="streaming")
+    found = _as_array(values, name)
+    if found.dtype.kind in "iu" and found.dtype.itemsize < 4:
+        return found.astype(np.int64)
+    return found
+
+
+def _as_array(values: Any, name: str) -> _Array:
     is_frame = len(getattr(values, "shape", ())) == 2
     columns = [*_columns_in(values, is_frame)]
     wrong = [column for column in columns if column.dtype == object]
@@ -85,6 +93,34 @@ def table_as_array(values: Any, name: str) -> _Array:
     for number, array in enumerate(arrays):
         found[:, number] = array
     return found
+
+
+def check_columns(trained: Mapping[str, Sequence[Any]], found: Mapping[str, Sequence[Any]]) -> None:
+    """Raise ConfigError if tables of inputs have other columns than those of training, or another order.
+
+    Both have the names of columns by the name of the table, such as "X"; of arrays, none.
+    """
+    for name in trained.keys() & found.keys():
+        expected = [*trained[name]]
+        columns = [*found[name]]
+        is_table = bool(expected and columns)
+        if name.startswith("X") and is_table and columns != expected:
+            raise ConfigError(
+                f"{name} must have the columns that the model was trained with, in their order, because it gets them "
+                f"by place: {_difference(expected, columns)}. Select them with the list of the columns of the training "
+                "data."
+            )
+
+
+def _difference(expected: Sequence[Any], columns: Sequence[Any]) -> str:
+    lacks = [column for column in expected if column not in columns]
+    others = [column for column in columns if column not in expected]
+    what = []
+    if lacks:
+        what.append(f"it lacks {shortened(map(repr, lacks))}")
+    if others:
+        what.append(f"it also has {shortened(map(repr, others))}")
+    return ", and ".join(what) or "their order differs"
 
 
 def check_indexes(arrays: Iterable[tuple[str, Any]]) -> None:

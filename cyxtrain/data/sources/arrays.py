@@ -58,7 +58,7 @@ class ArraySource(Source):
         self.example = as_rows(inputs, targets, weights)
         self.is_numpy = not holds_tensors(inputs)
         self.column = column_code(targets)
-        self._columns = {name: columns_of(values) for name, values in given_arrays(inputs, targets, weights)}
+        self.columns = {name: columns_of(values) for name, values in given_arrays(inputs, targets, weights)}
         if len(self) == 0:
             raise ConfigError("X has no samples: there is nothing to train on or to evaluate.")
         self.example.check_lengths()
@@ -221,7 +221,7 @@ class ArraySource(Source):
         return place, len(wrong), list(dict.fromkeys(columns))
 
     def _columns_not_finite(self, name: str, piece: Tensor) -> Iterator[str]:
-        for number, column in enumerate(self._columns.get(name, ())):
+        for number, column in enumerate(self.columns.get(name, ())):
             if not bool(piece[:, number].isfinite().all()):
                 yield repr(column)
 

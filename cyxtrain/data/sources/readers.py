@@ -204,7 +204,7 @@ class ReaderSource(FirstBatchSource):
 
     @override
     def describe(self) -> str:
-        return f"samples of {self._what} by {counted(self.readers, 'reader')}"
+        return f"{counted(self.readers, 'reader')} of {self._what}"
 
     @override
     def explain(self, world: World) -> str:

@@ -360,7 +360,10 @@ def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
     """Return the remedy for whole numbers in a layer of floats, or floats in an embedding, or ""."""
     message = str(error)
     if "scalar types: Long, Int" in message:  # PyTorch's words for an embedding that gets floats
-        return ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy."
+        return (
+            ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy and pandas; "
+            "missing values (NaN) need a number of their own first."
+        )
     differ = "same dtype" in message or "should be the same" in message
     if not differ or not re.search(r"(?i)\b(long|int|short)", message):
         return ""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.batches.tables import check_columns
 from cyxtrain.data.sources.arrays import ArraySource
 from cyxtrain.data.sources.open import open_source
 from cyxtrain.data.sources.source import Source
@@ -53,14 +54,21 @@ def open_fit(world: World, parse: Callable[[], FitArguments], loss_fn: Any, epoc
     return dataclasses.replace(arguments, config=config), (training, validation)
 
 
-def open_rows(world: World, data: tuple[Any, ...], batch_size: int | None, config: DistributedTrainingConfig) -> Source:
-    """Return the samples of an evaluation or a prediction; `config`: of the latest fit."""
+def open_rows(
+    world: World,
+    data: tuple[Any, ...],
+    batch_size: int | None,
+    config: DistributedTrainingConfig,
+    columns: Mapping[str, Sequence[Any]] | None,
+) -> Source:
+    """Return the samples of an evaluation or a prediction; `config`, `columns` of tables: of the latest fit."""
     inputs, targets, weights = (*data, None, None)[:3]
     config = dataclasses.replace(config, sharded_data=None)  # it was about the fit's data
 
     def open_and_describe() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
         sources: Sources = (open_source(inputs, targets, weights, asked, 0, world, trains=False), {})
+        check_columns(columns or {}, sources[0].columns)
         actual = sources[0].batch_size
         if actual is not None and batch_size not in (None, actual):
             raise ConfigError(f"batch_size={batch_size}, and X makes batches of {actual}: leave batch_size out.")
@@ -111,6 +119,9 @@ def _open_sources(world: World, arguments: FitArguments, loss_fn: Any, epoch: in
     source = open_source(*given, config, epoch, world, trains=True)
     _check_batch_size(source, config)
     validation = _open_validation(world, arguments)
+    for name, each in validation.items():
+        with naming_validation(f"validation {name}".rstrip()):
+            check_columns(source.columns, each.columns)
     if arguments.group_by_length is not None and arguments.group_by_length is not False:
         source.group_by_length(arguments.group_by_length)
     if config.validation_split:

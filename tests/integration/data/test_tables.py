@@ -235,3 +235,41 @@ def test_a_dataset_of_hugging_face_without_a_format_is_asked_for_one_in_one_line
             assert len(message) < 200
         history = trainer.fit(rows.with_format("torch"), **FIT)
         assert history.train_losses[-1] < history.train_losses[0]
+
+
+COLUMNS = "must have the columns that the model was trained with, in their order, because it gets them by place: "
+
+
+def refuse_other_columns() -> list[str]:
+    """Returns the refusals of tables with other columns than those of training, on this rank."""
+    rows = frame(rooms=INPUTS[:, 1])
+    trainer = trainer_of()
+    swapped = rows[["rooms", "area"]]
+    trainer.fit(rows, TARGETS, **FIT)
+    trainer.predict(INPUTS[:, :2])  # an array has no names
+    return [
+        refusal(trainer.predict, swapped),
+        refusal(trainer.evaluate, rows.rename(columns={"area": "size"}), TARGETS),
+        refusal(trainer.fit, rows, TARGETS, validation_data=(swapped, TARGETS), **FIT),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_columns_in_another_order_than_in_training_are_refused(world_size):
+    pytest.importorskip("pandas")
+    for order, names, validation in everywhere(world_size, refuse_other_columns):
+        assert order.startswith(f"X {COLUMNS}their order differs. Select them")
+        assert names.startswith(f"X {COLUMNS}it lacks 'area', and it also has 'size'. Select them")
+        assert "validation" in validation
+        assert COLUMNS in validation
+
+
+def test_codes_of_categories_go_into_an_embedding():
+    pandas: Any = pytest.importorskip("pandas")
+    codes = pandas.Series(TARGETS).astype("category").cat.codes
+    assert codes.dtype == np.int8
+    with one_process():
+        model = nn.Sequential(nn.Embedding(CLASSES, CLASSES))
+        trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
+        trainer.fit(codes, TARGETS, **FIT)
+        assert trainer.predict(codes).shape == (23, CLASSES)
