@@ -102,7 +102,7 @@ def open_loader(data: Data) -> Opened:
 
 def open_hugging_face(data: Data) -> Opened:
     datasets: Any = importlib.import_module("datasets")
-    rows = datasets.Dataset.from_dict({"x": data.inputs, "y": data.targets}).with_format("torch")
+    rows = datasets.Dataset.from_dict({"input": data.inputs, "labels": data.targets}).with_format("torch")
     return (rows,), DataLoader(rows, BATCH_SIZE, shuffle=True)
 
 
