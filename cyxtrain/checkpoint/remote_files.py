@@ -164,7 +164,7 @@ def copy_remote(url: str, other: str) -> None:
 
 
 def remove_remote(url: str) -> None:
-    """Delete a file; a missing one is no error."""
+    """Delete a file, unless it is missing."""
     with _blaming("delete", url), contextlib.suppress(FileNotFoundError):
         system, path = _opened(url)
         system.rm_file(path)

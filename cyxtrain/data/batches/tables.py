@@ -72,13 +72,13 @@ def table_as_array(values: Any, name: str) -> _Array:
     """
     if _is_lazy(values):
         values = values.collect(engine="streaming")
-    found = _as_array(values, name)
+    found = _columns_as_array(values, name)
     if found.dtype.kind in "iu" and found.dtype.itemsize < 4:
         return found.astype(np.int64)
     return found
 
 
-def _as_array(values: Any, name: str) -> _Array:
+def _columns_as_array(values: Any, name: str) -> _Array:
     is_frame = len(getattr(values, "shape", ())) == 2
     columns = [*_columns_in(values, is_frame)]
     wrong = [column for column in columns if column.dtype == object]
@@ -103,8 +103,8 @@ def check_columns(trained: Mapping[str, Sequence[Any]], found: Mapping[str, Sequ
     for name in trained.keys() & found.keys():
         expected = [*trained[name]]
         columns = [*found[name]]
-        is_table = bool(expected and columns)
-        if name.startswith("X") and is_table and columns != expected:
+        both_are_tables = bool(expected and columns)
+        if name.startswith("X") and both_are_tables and columns != expected:
             raise ConfigError(
                 f"{name} must have the columns that the model was trained with, in their order, because it gets them "
                 f"by place: {_difference(expected, columns)}. Select them with the list of the columns of the training "
