@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
-import json
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from launches import machine, paired_quartiles, take_turns
+from launches import paired_quartiles, save_results, take_turns
 from text_tables import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -205,8 +204,7 @@ def main() -> int:
         lower, median, upper = row["ratio"]
         table.add([row["kind"], *rates, f"{median:.2f}", f"{lower:.2f}-{upper:.2f}"])
     table.show()
-    if given.json is not None:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n", encoding="utf-8")
+    save_results(given.json, found)
     return 0
 
 

@@ -158,6 +158,12 @@ def machine() -> dict[str, Any]:
     }
 
 
+def save_results(path: Path | None, rows: Sequence[dict[str, Any]]) -> None:
+    """Writes what was measured, and on which machine, as JSON; None: nowhere."""
+    if path is not None:
+        path.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
+
+
 def _processor() -> str:
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():

@@ -10,7 +10,6 @@ order. The ratio is the median over rounds of fit's seconds by the loop's.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import h5py
 import numpy as np
 import torch
-from launches import machine, paired_quartiles, take_turns
+from launches import paired_quartiles, save_results, take_turns
 from text_tables import Table
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
@@ -131,8 +130,7 @@ def main() -> int:
         lower, median, upper = row["ratio"]
         table.add([row["layout"], str(row["batch_size"]), *medians, f"{median:.2f}", f"{lower:.2f}-{upper:.2f}"])
     table.show()
-    if given.json is not None:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    save_results(given.json, rows)
     return int(given.floors and any(row["ratio"][1] > CEILING for row in rows))
 
 

@@ -11,7 +11,6 @@ of the seconds of whole fits, with their start and end.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 from fit_work import make_data, make_mlp
-from launches import machine, paired_quartiles, take_turns
+from launches import paired_quartiles, save_results, take_turns
 from text_tables import Table
 
 import cyxtrain as cx
@@ -117,8 +116,7 @@ def main() -> int:
         shown = [f"{seconds:.2f}" for seconds in medians]
         table.add([step, str(row["batch_size"]), *shown, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}"])
     table.show()
-    if given.json is not None:
-        given.json.write_text(json.dumps({"machine": machine(), "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    save_results(given.json, rows)
     return int(given.floors and any(row["ratio"][1] > CEILING for row in rows))
 
 
