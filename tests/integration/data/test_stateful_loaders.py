@@ -43,7 +43,7 @@ def fit(kind: type[DataLoader], name: str, folder: str, settings: dict[str, Any]
     model = make_model()
     trainer = cx.DistributedTrainer(model, "cross_entropy", torch.optim.Adam(model.parameters(), 0.01))
     trainer.fit(kind(rows, **SETTINGS[name]), verbose=False, checkpoint_dir=folder, **settings)
-    return flat(model), rows.num_reads
+    return flat(model.parameters()), rows.num_reads
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
