@@ -136,39 +136,55 @@ def generators_kept(device: torch.device = CPU, others: Sequence[torch.Generator
 
 
 class RowGenerators:
-    """The generators of the CPU while rows are loaded; once rows draw from any, they are seeded for each row."""
+    """The generators of the CPU while rows are loaded; once rows draw from any, they are seeded for each row.
+
+    Rows draw from copies of training's at first. What a copy gives next tells whether rows have drawn from it: to
+    compare states would take longer than to load some rows.
+    """
 
     def __init__(self) -> None:
         self.are_drawn_from = False
         self._python_is = False  # seeding it takes longest
-        self._watched: list[MT19937] = []  # rows draw from the first; the second is in the same state
+        self._python: tuple[Any, int] | None = None  # the state in which rows find it, and what it gives then
+        self._numpy: list[MT19937] = []  # rows draw from the first; the second is in the same state
         self._seeded: MT19937 | None = None
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Keep training's generators as they are, whatever rows draw within."""
-        with generators_apart() as self._training:
+        with generators_apart() as training:
+            self._cpu = training.cpu
+            if self._python is None:
+                # Without a normal number in store, which would be drawn without a trace.
+                state = (*training.python[:2], None)
+                random.setstate(state)
+                self._python = (state, random.getrandbits(128))
+                self._numpy = [_numpy_copy(), _numpy_copy()]
+            random.setstate(self._python[0])
             if self.are_drawn_from:
                 self._use_seeded()
             else:
-                # Two generators are compared by what they give next: comparing states takes longer than most rows.
-                self._watched = self._watched or [_numpy_copy(), _numpy_copy()]
-                np.random.set_bit_generator(self._watched[0])
+                np.random.set_bit_generator(self._numpy[0])
             yield
 
     def find_draws(self) -> bool:
         """Return whether rows have drawn from a generator that was not seeded, and is from now on."""
-        python = not self._python_is and random.getstate() != self._training.python
+        assert self._python is not None
+        state, expected = self._python
+        python = not self._python_is and random.getrandbits(128) != expected
         others = not self.are_drawn_from and self._are_others_drawn_from()
         self._python_is = self._python_is or python
         if python or others:
             self.are_drawn_from = True
+            random.setstate(state)
             self._use_seeded()
         return python or others
 
     def _are_others_drawn_from(self) -> bool:
-        numpy_next, expected = (each.random_raw(4).tolist() for each in self._watched)
-        return numpy_next != expected or not torch.equal(torch.default_generator.get_state(), self._training.cpu)
+        numpy_next, expected = (each.random_raw(4).tolist() for each in self._numpy)
+        cpu = torch.default_generator.get_state()
+        # torch.equal takes longer.
+        return numpy_next != expected or cpu.numpy().tobytes() != self._cpu.numpy().tobytes()
 
     def _use_seeded(self) -> None:
         if self._seeded is None:
