@@ -26,7 +26,7 @@ import torch
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.data.feed import DataInterruptedError
-from cyxtrain.data.rng import generators_kept, seed_generators
+from cyxtrain.data.rng import generators_kept, seed_generators, use_own_numpy
 from cyxtrain.environment.accelerator import reset_peak_memory
 from cyxtrain.environment.allocator import freed_memory_kept
 from cyxtrain.errors import ConfigError, is_on_all_ranks, on_all_ranks, shortened, warn_together
@@ -232,6 +232,7 @@ class FitLoop:
             stack.enter_context(contextlib.closing(self._manager))
             stack.enter_context(contextlib.closing(self._callbacks))
             stack.enter_context(generators_kept(self._device))
+            use_own_numpy()
             stack.enter_context(self._profile)
             stack.enter_context(self._requests.catching_signals())
             # Entered last: the group ends before the writer closes, which may take long.

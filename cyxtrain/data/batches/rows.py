@@ -55,6 +55,8 @@ class Rows(NamedTuple):
     def check_lengths(self) -> None:
         """Raise ConfigError if parts have different numbers of samples."""
         count = num_rows(self.inputs)
+        if all(num_rows(tensor) == count for tensor in self.tensors()):
+            return
         named = self.named()
         for name, tensor in named:
             if len(tensor) == count:

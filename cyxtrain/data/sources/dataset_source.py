@@ -24,7 +24,7 @@ from cyxtrain.data.batches.structure import OpaqueBatch, num_rows
 from cyxtrain.data.batches.tables import check_format
 from cyxtrain.data.feed import RowFeed
 from cyxtrain.data.order import EpochOrder, Order, SeededOrder, lengths_of, order_of
-from cyxtrain.data.rng import row_seeds, set_epoch_of
+from cyxtrain.data.rng import set_epoch_of
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sources.fetching import RowLoader, RowRequest
 from cyxtrain.data.sources.source import Source
@@ -221,6 +221,4 @@ def _size(dataset: Any) -> int:
 def _requests(order: EpochOrder, pieces: Iterable[range], seed: int, epoch: int) -> Iterator[RowRequest]:
     # Not a method: it must not hold the source. The loader that reads it would keep itself, and its workers, alive.
     for places in pieces:
-        rows = order.rows(places).tolist()
-        seeds = row_seeds(seed, epoch, places)
-        yield RowRequest(epoch, list(zip(rows, seeds, strict=True)))
+        yield RowRequest(seed, epoch, places, order.rows(places).tolist())

@@ -11,17 +11,19 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 
-from cyxtrain.data.rng import GeneratorStates, generators_kept, seed_for_row, set_epoch_of
+from cyxtrain.data.rng import RowGenerators, row_seeds, set_epoch_of, use_own_numpy
 from cyxtrain.environment import loader_workers
 
 _COLLATE = 0x5DEECE66D  # turns the seed of a batch's first row into its collate_fn's seed
 
 
 class RowRequest(NamedTuple):
-    """Rows to be loaded as one batch: the epoch (below 0: an evaluation), and sample numbers with seeds."""
+    """Rows to be loaded as one batch: their numbers, and their places in an epoch (below 0: an evaluation)."""
 
+    seed: int
     epoch: int
-    rows: list[tuple[int, int]]
+    places: range
+    indices: list[int]
 
 
 class RowLoader:
@@ -79,6 +81,7 @@ class _WorkerInit:
     def __call__(self, worker: int) -> None:
         info: Any = get_worker_info()
         object.__setattr__(info, "dataset", info.dataset.dataset)  # PyTorch loads from its own reference
+        use_own_numpy()
         if self._given is not None:
             self._given(worker)
 
@@ -93,59 +96,57 @@ class _SeededBatches(Dataset[Any]):
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self.dataset = dataset
         self._collate = collate
-        self._draws = False
+        self._generators = RowGenerators()
         self._epoch = -1
 
     def __getitems__(self, request: RowRequest) -> Any:
         if request.epoch not in (-1, self._epoch) and get_worker_info() is not None:  # a persistent worker has a copy
             self._epoch = request.epoch
             set_epoch_of(self.dataset, request.epoch)
-        items = self._items(request)
-        indices = [index for index, _ in request.rows]
-        with _naming("collating samples", indices):
-            if self._collate is default_collate:  # it draws nothing
-                return default_collate(items)
-            with generators_kept():
-                seed_for_row(request.rows[0][1] ^ _COLLATE)
+        with self._generators.apart():
+            items = self._load(request)
+            while self._generators.find_draws():
+                items = self._load(request)
+            with _naming("collating samples", request.indices):
+                if self._collate is not default_collate:  # which draws nothing
+                    (seed,) = row_seeds(request.seed, request.epoch, request.places[:1])
+                    self._generators.seed_all(seed ^ _COLLATE)
                 return self._collate(items)
 
-    def _items(self, request: RowRequest) -> list[Any]:
-        """Return the rows; if the dataset turns out to draw random numbers, load them again, seeded."""
-        if not self._draws:
-            before = GeneratorStates()
-            items = self._fetch([index for index, _ in request.rows])
-            if before.is_unchanged():
-                return items
-            before.restore()
-            self._draws = True
-        items = []
-        with generators_kept():
-            for index, seed in request.rows:
-                seed_for_row(seed)
-                items.append(self._row(index))
-        return items
-
-    def _fetch(self, indices: list[int]) -> list[Any]:
+    def _load(self, request: RowRequest) -> list[Any]:
+        """Return the rows, seeded if rows have drawn random numbers."""
+        seeds: list[int] = []
+        if self._generators.are_drawn_from:
+            seeds = row_seeds(request.seed, request.epoch, request.places)
         several = getattr(self.dataset, "__getitems__", None)  # as PyTorch looks for it
-        if callable(several):
-            with _naming("loading samples", indices):
-                return list(several(indices))
-        return [self._row(index) for index in indices]
-
-    def _row(self, index: int) -> Any:
-        with _naming("loading sample", index):
-            return self.dataset[index]
+        if callable(several) and not seeds:
+            with _naming("loading samples", request.indices):
+                return list(several([*request.indices]))
+        items = []
+        try:
+            for number, index in enumerate(request.indices):
+                if seeds:
+                    self._generators.seed_row(seeds[number])
+                items.append(self.dataset[index])
+        except Exception as error:
+            _add_note(error, "loading sample", index)
+            raise
+        return items
 
 
 @contextlib.contextmanager
 def _naming(what: str, rows: Any) -> Iterator[None]:
-    """Add the samples that it concerns to an error; Python 3.10 has no notes."""
+    """Add the samples that it concerns to an error."""
     try:
         yield
     except Exception as error:
-        if sys.version_info >= (3, 11):
-            error.add_note(f"This happened while {what} {rows} of the dataset.")
+        _add_note(error, what, rows)
         raise
+
+
+def _add_note(error: Exception, what: str, rows: Any) -> None:
+    if sys.version_info >= (3, 11):  # Python 3.10 has no notes
+        error.add_note(f"This happened while {what} {rows} of the dataset.")
 
 
 def needs_split(loader: DataLoader[Any]) -> bool:

@@ -19,9 +19,9 @@ from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.rng import (
     CPU,
-    GeneratorStates,
+    Generators,
     begin_pass,
-    generators_as_json,
+    generators_apart,
     generators_kept,
     generators_of,
     set_generators,
@@ -70,7 +70,7 @@ class SeededIterator(ABC):
             if saved is not None:
                 set_generators(saved["generators"], CPU)
             # What the data draw next continues from here, whatever training draws meanwhile.
-            self._states = GeneratorStates(others=self._others)
+            self._generators = Generators(self._others)
 
     @abstractmethod
     def _rows(self, read: Sequence[Any]) -> Iterable[Rows]:
@@ -80,13 +80,13 @@ class SeededIterator(ABC):
         """Seed what the data draw from here on as a rank's own."""
         with generators_kept(others=self._others):
             begin_pass([], self._others, self._seed, self.number, rank)
-            self._states = GeneratorStates(others=self._others)
+            self._generators = Generators(self._others)
 
     @contextlib.contextmanager
     def drawing(self) -> Iterator[None]:
         """Let the data draw from their own generators within; if workers died in a stop, raise that."""
-        with generators_kept(others=self._others):
-            self._states.restore()
+        with generators_apart(self._others):
+            self._generators.use()
             try:
                 yield
             except loader_workers.DEATHS as error:
@@ -94,14 +94,14 @@ class SeededIterator(ABC):
                     raise DataInterruptedError from error
                 raise
             finally:
-                self._states = GeneratorStates(others=self._others)
+                self._generators = Generators(self._others)
 
     def marking(self, read: Callable[[], _Read]) -> _Read:
         """Return what `read` reads for a step; `saved` then returns the state before it."""
         mark = None
         state = _state_of(self._stateful)
         if state is not None and not self._ahead:
-            mark = {"state": state, "generators": self._states}
+            mark = {"state": state, "generators": self._generators.as_json()}
         found = read()
         if mark is not None:
             mark["digest"] = " ".join(sampled_hash(each) for rows in self._rows(found) for each in rows.tensors())
@@ -110,12 +110,7 @@ class SeededIterator(ABC):
 
     def saved(self, ahead: int) -> dict[str, Any] | None:
         """Return the state before the step that is `ahead` steps before the latest one; None: it is not known."""
-        mark = self._marks[-1 - ahead]
-        if mark is None:
-            return None
-        with generators_kept(others=self._others):
-            mark["generators"].restore()
-            return {**mark, "generators": generators_as_json(CPU)}
+        return self._marks[-1 - ahead]
 
     def rewind(self) -> None:
         """Let the data begin anew in the next pass, if this one is not read to its end."""
