@@ -18,6 +18,7 @@ from cyxtrain.data.batches.collate import TARGET_NAMES
 from cyxtrain.data.batches.stored import StoredTensor
 from cyxtrain.data.batches.structure import Tree, named_tensors, parts_by_name
 from cyxtrain.data.sources.source import Source
+from cyxtrain.environment.torch_compat import version_of
 from cyxtrain.errors import ConfigError, brief, counted, shortened, warn_together
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import ONLY, needs_closure, parameters_of
@@ -267,8 +268,8 @@ def _check_class_numbers(targets: Tensor, output: Tensor, ignored: int) -> None:
             remedy += " For two classes, one output takes loss_fn='bce_with_logits' and y as floats."
         elif value == -1:
             remedy = (
-                "If it stands for a missing value, as in pandas' .cat.codes, drop such samples, give them a class of "
-                "their own, or leave them out of the loss: nn.CrossEntropyLoss(ignore_index=-1)."
+                "Number the classes from 0. If -1 is a missing value, as in pandas' .cat.codes, drop such samples, "
+                "give them a class of their own, or ignore them with nn.CrossEntropyLoss(ignore_index=-1)."
             )
         raise ConfigError(
             f"y holds class {value} (sample {row}), and the model has outputs for classes 0 to {classes - 1}. {remedy}"
@@ -283,7 +284,8 @@ def lookups_checked(model: nn.Module, inputs: Tree, source: Source) -> Iterator[
     """
     # A subclass may take other numbers.
     layers = {name: each for name, each in model.named_modules() if type(each) in (nn.Embedding, nn.EmbeddingBag)}
-    given = [(name, each, each.nan_to_num()) for name, each in named_tensors(inputs, "X") if layers and is_plain(each)]
+    tensors = [(name, each) for name, each in named_tensors(inputs, "X") if is_plain(each) and not each.is_inference()]
+    given = [(name, each, version_of(each)) for name, each in tensors]
     seen: list[tuple[str, Any, Tensor]] = []
     with contextlib.ExitStack() as stack:
         for name, layer in layers.items():
@@ -304,17 +306,17 @@ def _note_lookup(seen: list[tuple[str, Any, Tensor]], name: str, layer: nn.Modul
 
 
 def _problem_of_lookups(
-    seen: Sequence[tuple[str, Any, Tensor]], given: Iterable[tuple[str, Tensor, Tensor]], source: Source
+    seen: Sequence[tuple[str, Any, Tensor]], given: Iterable[tuple[str, Tensor, float]], source: Source
 ) -> str:
     """Return which number of a source's samples an embedding does not have, or "".
 
-    `seen`: names and embeddings, and what they got of the inputs `given`: names, tensors and copies.
+    `seen`: names and embeddings, and what they got of the inputs `given`: names, tensors and versions before.
     """
     samples = dict(named_tensors(source.inputs, "X"))
-    for name, tensor, copy in given:
+    for name, tensor, version in given:
         whole = samples.get(name)
-        # Rows in an HDF5 file are not read before they are used; and the model may have changed its input.
-        if whole is None or isinstance(whole, StoredTensor) or not tensor.nan_to_num().equal(copy):
+        # Rows in an HDF5 file are not read before they are used; and the model may have changed its input in place.
+        if whole is None or isinstance(whole, StoredTensor) or version_of(tensor) != version:
             continue
         for label, layer, codes in seen:
             part = _part_looked_up(codes, tensor)
