@@ -324,7 +324,7 @@ def _problem_of_lookups(
                 continue
             rows = whole[: _CHECKED_CODES // part.stop]
             found = rows.reshape(len(rows), -1)[:, part].to(codes.dtype)
-            problem = _problem_of_codes(name, source.columns.get(name, ())[part], found, label, layer.num_embeddings)
+            problem = _problem_of_codes(name, source.columns.get(name, ())[part], found, label, len(layer.weight))
             if problem:
                 return problem
     return ""
