@@ -361,8 +361,8 @@ class FromColumns(nn.Module):
 class Shifted(nn.Embedding):
     """Has a place for missing values."""
 
-    def forward(self, codes: Tensor) -> Tensor:
-        return super().forward(codes + 1)
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + 1)
 
 
 def refuse_codes() -> list[str]:
