@@ -189,6 +189,7 @@ _OTHERS = {
     "callbacks": _dict_of(_DICT),
     "stop_reason": _STRING,
     "before_end": _DICT,
+    "columns": _dict_of(_list_of(_STRING)),
     "data": _DICT,
     "losses": _dict_of(_DICT),
     "buffers": _dict_of(_instance_of(torch.Tensor)),

@@ -67,7 +67,8 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
 def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     """Load a safetensors file into a model, strictly: nothing is copied before all names and shapes match.
 
-    Tied weights need one of their names in the file. Values are converted to the model's dtypes and devices.
+    Tied weights need one of their names in the file. Values are converted to the model's dtypes and devices. The names
+    of a table's columns are not weights: afterwards, `evaluate` and `predict` take any columns.
 
     Args:
         model: The same architecture, on any device.

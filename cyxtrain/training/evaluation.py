@@ -18,7 +18,7 @@ from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.slices import Slices
-from cyxtrain.data.sources.stream import check_ends
+from cyxtrain.data.sources.passes import check_ends
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.metrics.whole_set import CheckedWholeSet

@@ -128,6 +128,7 @@ class TrainingState(_Fields):
         stop_reason: Why a callback has ended the latest fit; "": none has.
         before_end: What the end of the last epoch changes, as it was before, for a longer fit to continue from; or
             empty.
+        columns: Names of the columns that the model was trained with, of each table by its name, such as "X".
     """
 
     model: nn.Module
@@ -153,6 +154,7 @@ class TrainingState(_Fields):
     loss: Loss | None = None
     stop_reason: str = ""
     before_end: dict[str, Any] = field(default_factory=dict)
+    columns: dict[str, Sequence[str]] = field(default_factory=dict)
     claim: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
 
     @property
@@ -316,11 +318,9 @@ class TrainingState(_Fields):
                 "rates": only.get("rates", {}),
                 **several,
                 "loss_scale": {} if self.loss_scale is None else self.loss_scale.state_dict(),
-                "compression": self.compression,
                 "trained": [name for name, each in plain_parameters(trained) if each.requires_grad],
                 "callbacks": {**self.kept, **self.callbacks.state_dict()},
-                "stop_reason": self.stop_reason,
-                "before_end": self.before_end,
+                **{name: getattr(self, name) for name in ("compression", "stop_reason", "before_end", "columns")},
                 "data": self._state_of_data(),
                 **extra_state(trained),
             },
@@ -390,6 +390,8 @@ class TrainingState(_Fields):
             self.kept = state.others.get("callbacks", {})
             self.stop_reason = state.others.get("stop_reason", "")
             self.before_end = state.others.get("before_end", {})
+            # Checkpoints of earlier versions have none: then no table is refused.
+            self.columns = state.others.get("columns", {})
 
     def load_file(self, world: World, path: str | os.PathLike[str]) -> None:
         """Load a checkpoint from a file, with its metadata. All ranks call it; rank 0 reads. Raises as `load`."""

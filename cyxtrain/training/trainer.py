@@ -111,8 +111,6 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         ConfigError: A loss, an optimizer, a scheduler, a callback, a step or a device that cannot be used.
     """
 
-    _columns: Mapping[str, Sequence[Any]] | None = None  # of the tables of the latest fit
-
     def __init__(
         self,
         model: nn.Module,
@@ -342,7 +340,6 @@ class DistributedTrainer(BatchCalls, NumberLogger):
     ) -> FitPlan:
         """Return the plan of a fit; `has_all_rows`: whether it will train on no other samples. All ranks call it."""
         parsed, sources = open_fit(world, lambda: self._parse_arguments(arguments, keywords), self._loss, self.epoch)
-        self._columns = sources[0].columns
         sources[0].is_whole &= has_all_rows
         plan, facts_by_rank = agree_on(world, lambda: self._plan(world, parsed, sources))
         plan = plan.merged_with(facts_by_rank)
@@ -482,7 +479,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     def _rows(self, world: World, data: tuple[Any, ...], batch_size: int | None, **options: Any) -> CheckedData:
         """Return checked rows, agreed over the ranks that share the work; `options`: of `check_rows`."""
-        source = open_rows(world, data, batch_size, self.config, self._columns)
+        source = open_rows(world, data, batch_size, self.config, self._state.columns)
         with self._logging():
             check = partial(check_rows, source, batch_size, self.config, self._arguments(world), **options)
             rows, facts_by_rank = agree_on(world, check)

@@ -95,24 +95,21 @@ def _columns_as_array(values: Any, name: str) -> _Array:
     return found
 
 
-def check_columns(trained: Mapping[str, Sequence[Any]], found: Mapping[str, Sequence[Any]]) -> None:
+def check_columns(trained: Mapping[str, Sequence[str]], found: Mapping[str, Sequence[str]]) -> None:
     """Raise ConfigError if tables of inputs have other columns than those of training, or another order.
 
-    Both have the names of columns by the name of the table, such as "X"; of arrays, none.
+    Both have the names of columns by the name of the table, such as "X"; arrays are not among them.
     """
-    for name in trained.keys() & found.keys():
-        expected = [*trained[name]]
-        columns = [*found[name]]
-        both_are_tables = bool(expected and columns)
-        if name.startswith("X") and both_are_tables and columns != expected:
+    for name in sorted(trained.keys() & found.keys()):
+        if name.startswith("X") and found[name] != trained[name]:
             raise ConfigError(
                 f"{name} must have the columns that the model was trained with, in their order, because it gets them "
-                f"by place: {_difference(expected, columns)}. Select them with the list of the columns of the training "
-                "data."
+                f"by place: {_difference(trained[name], found[name])}. Select them with the list of the columns of the "
+                "training data."
             )
 
 
-def _difference(expected: Sequence[Any], columns: Sequence[Any]) -> str:
+def _difference(expected: Sequence[str], columns: Sequence[str]) -> str:
     lacks = [column for column in expected if column not in columns]
     others = [column for column in columns if column not in expected]
     what = []

@@ -58,7 +58,9 @@ class ArraySource(Source):
         self.example = as_rows(inputs, targets, weights)
         self.is_numpy = not holds_tensors(inputs)
         self.column = column_code(targets)
-        self.columns = {name: columns_of(values) for name, values in given_arrays(inputs, targets, weights)}
+        # As strings, which a checkpoint holds, too: names may be numbers, tuples or dates.
+        named = [(name, [*map(str, columns_of(values))]) for name, values in given_arrays(inputs, targets, weights)]
+        self.columns = {name: columns for name, columns in named if columns}
         if len(self) == 0:
             raise ConfigError("X has no samples: there is nothing to train on or to evaluate.")
         self.example.check_lengths()

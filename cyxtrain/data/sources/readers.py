@@ -28,8 +28,8 @@ from cyxtrain.data.rng import set_epoch_of
 from cyxtrain.data.sharding import micro_batches_of
 from cyxtrain.data.slices import Slices
 from cyxtrain.data.sources.parts import Parts
+from cyxtrain.data.sources.passes import INTERRUPTED, FirstBatchSource, PassFeed
 from cyxtrain.data.sources.seeded import Saved, SeededIterator, resume_from
-from cyxtrain.data.sources.stream import INTERRUPTED, FirstBatchSource, PassFeed
 from cyxtrain.errors import ConfigError, counted
 from cyxtrain.world.world import World
 

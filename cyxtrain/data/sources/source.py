@@ -43,7 +43,7 @@ class Source(ABC):
     no_rows: ConfigError | None = None  # why its batches are opaque; None: their tensors have a row per sample
     column = column_code(None)  # code that makes a column of y, for errors
     target_name: str | None = None  # as `collate.target_name` has it of the batches; None: they are tuples
-    columns: Mapping[str, Sequence[Any]] = MappingProxyType({})  # of tables, by the name of each
+    columns: Mapping[str, Sequence[str]] = MappingProxyType({})  # of tables, by the name of each
     _weigh: Callable[[Rows], Rows] | None = None
     num_evaluated: int | None = None  # batches of a stream, if the latest evaluation has read it to its end
     _limit: int | None = None  # batches to evaluate; None: all

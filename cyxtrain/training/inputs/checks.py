@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +15,17 @@ from cyxtrain.checkpoint.format.names import plain_parameters
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.data.batches.collate import TARGET_NAMES
-from cyxtrain.data.batches.structure import Tree, parts_by_name
+from cyxtrain.data.batches.stored import StoredTensor
+from cyxtrain.data.batches.structure import Tree, named_tensors, parts_by_name
 from cyxtrain.data.sources.source import Source
+from cyxtrain.environment.torch_compat import version_of
 from cyxtrain.errors import ConfigError, brief, counted, shortened, warn_together
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.optim.optimizers import ONLY, needs_closure, parameters_of
 from cyxtrain.parallel.reducer import trained_parameters
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
+from cyxtrain.tensors.layouts import is_plain
+from cyxtrain.training.model.snapshot import inputs_seen
 from cyxtrain.training.trained import params_without_optimizer
 
 # What these losses apply to the scores themselves.
@@ -32,6 +38,8 @@ _MOVES = {
 """Operations that only move or limit values, by the names of their nodes in the autograd graph."""
 _CLIPS = ("clip_norm", "clip_value", "clip_adaptive")
 _TAKE_SPARSE_GRADIENTS = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
+# Of the numbers of an input that an embedding looks up, this many are checked: all of a table, not all of a corpus.
+_CHECKED_CODES = 1 << 24
 
 
 def check_trained(
@@ -166,12 +174,12 @@ def _check_target(targets: Tree | None, loss: Loss) -> None:
     shape = [*targets.shape[1:]]
     if targets.is_floating_point() and not shape:
         dtype = str(targets.dtype).removeprefix("torch.")
-        missing = int(targets.isnan().sum())
-        nan = f", with NaN in {counted(missing, 'sample')}, which must be filled or dropped" if missing else ""
-        raise ConfigError(
-            f"{name} wants class indices of an integer dtype, and y has dtype {dtype}{nan}: give y.long(), or "
-            "numpy.asarray(y).astype('int64')."
-        )
+        missing = targets.isnan().nonzero().reshape(-1)
+        remedy = "give y.long(), or numpy.asarray(y).astype('int64')"
+        if len(missing):
+            dtype += f", with NaN in {counted(len(missing), 'sample')} (first in sample {int(missing[0])})"
+            remedy = "drop such samples, or give them a class of their own, as in y.fillna(number).astype('int64')"
+        raise ConfigError(f"{name} wants class indices of an integer dtype, and y has dtype {dtype}: {remedy}.")
     if shape == [1] and not targets.is_floating_point():
         raise ConfigError(
             f"{name} wants one class number per sample, and y has shape (n, 1): give numpy.asarray(y).reshape(-1), or "
@@ -255,11 +263,106 @@ def _check_class_numbers(targets: Tensor, output: Tensor, ignored: int) -> None:
     if bool(wrong.any()):
         row = int(wrong.reshape(len(numbers), -1).any(1).nonzero()[0])
         value = int(numbers[wrong][0])
-        binary = " For two classes, one output takes loss_fn='bce_with_logits' and y as floats." if classes == 1 else ""
+        remedy = "Number the classes from 0, or give the model's last layer more outputs."
+        if classes == 1:
+            remedy += " For two classes, one output takes loss_fn='bce_with_logits' and y as floats."
+        elif value == -1:
+            remedy = (
+                "Number the classes from 0. If -1 is a missing value, as in pandas' .cat.codes, drop such samples, "
+                "give them a class of their own, or ignore them with nn.CrossEntropyLoss(ignore_index=-1)."
+            )
         raise ConfigError(
-            f"y holds class {value} (sample {row}), and the model has outputs for classes 0 to {classes - 1}. Number "
-            f"the classes from 0, or give the model's last layer more outputs.{binary}"
+            f"y holds class {value} (sample {row}), and the model has outputs for classes 0 to {classes - 1}. {remedy}"
         )
+
+
+@contextlib.contextmanager
+def lookups_checked(model: nn.Module, inputs: Tree, source: Source) -> Iterator[None]:
+    """Refuse samples of a source with a number that an embedding of the model looks up and does not have.
+
+    Within, the model is tried on some `inputs`. What an embedding gets of them as they are, it will get of all samples.
+    """
+    # A subclass may take other numbers.
+    layers = {name: each for name, each in model.named_modules() if type(each) in (nn.Embedding, nn.EmbeddingBag)}
+    tensors = [(name, each) for name, each in named_tensors(inputs, "X") if is_plain(each) and not each.is_inference()]
+    given = [(name, each, version_of(each)) for name, each in tensors]
+    seen: list[tuple[str, Any, Tensor]] = []
+    with contextlib.ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.enter_context(inputs_seen([layer], partial(_note_lookup, seen, name, layer)))
+        try:
+            yield
+        finally:  # after an error, too: PyTorch's names neither the number nor the sample
+            problem = ""
+            # Tensors of vmap have no memory, and after a failed lookup a GPU computes nothing.
+            with contextlib.suppress(RuntimeError):
+                problem = _problem_of_lookups(seen, given, source)
+            require(not problem, problem)
+
+
+def _note_lookup(seen: list[tuple[str, Any, Tensor]], name: str, layer: nn.Module, codes: Tensor) -> None:
+    if not torch.compiler.is_compiling():  # a compiled model would note all that come
+        seen.append((name, layer, codes))
+
+
+def _problem_of_lookups(
+    seen: Sequence[tuple[str, Any, Tensor]], given: Iterable[tuple[str, Tensor, float]], source: Source
+) -> str:
+    """Return which number of a source's samples an embedding does not have, or "".
+
+    `seen`: names and embeddings, and what they got of the inputs `given`: names, tensors and versions before.
+    """
+    samples = dict(named_tensors(source.inputs, "X"))
+    for name, tensor, version in given:
+        whole = samples.get(name)
+        # Rows in an HDF5 file are not read before they are used; and the model may have changed its input in place.
+        if whole is None or isinstance(whole, StoredTensor) or version_of(tensor) != version:
+            continue
+        for label, layer, codes in seen:
+            part = _part_looked_up(codes, tensor)
+            if part.stop == 0:
+                continue
+            rows = whole[: _CHECKED_CODES // part.stop]
+            found = rows.reshape(len(rows), -1)[:, part].to(codes.dtype)
+            problem = _problem_of_codes(name, source.columns.get(name, ())[part], found, label, len(layer.weight))
+            if problem:
+                return problem
+    return ""
+
+
+def _part_looked_up(codes: Tensor, tensor: Tensor) -> slice:
+    """Return which numbers of each sample an embedding got; none, unless it got a part of the tensor itself."""
+    is_part = codes.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+    has_rows = codes.shape[:1] == tensor.shape[:1] and codes.stride()[:1] == tensor.stride()[:1]
+    if (
+        is_part
+        and has_rows
+        and codes.dim()
+        and codes.numel()
+        and codes[0].is_contiguous()
+        and tensor[0].is_contiguous()
+    ):
+        first = codes.storage_offset() - tensor.storage_offset()
+        return slice(first, first + codes[0].numel())
+    return slice(0, 0)
+
+
+def _problem_of_codes(name: str, columns: Sequence[str], codes: Tensor, label: str, size: int) -> str:
+    wrong = codes.isnan()
+    if not codes.is_floating_point():
+        wrong = (codes < 0) | (codes >= size)
+    places = wrong.nonzero()
+    if len(places) == 0:
+        return ""
+    row, column = places[0].tolist()
+    if columns:
+        name = f"column {columns[column]!r} of {name}"
+    return (
+        f"{name} holds {codes[row, column].item()} (sample {row}, the first of {int(wrong.any(1).sum()):,}), and the "
+        f"embedding {label or 'model'!r} looks up 0 to {size - 1}. Number categories from 0, and make the embedding as "
+        "large (num_embeddings). Missing values (NaN, or -1 in pandas' .cat.codes) need a number of their own, as in "
+        "codes + 1; or drop such samples."
+    )
 
 
 def _beyond_0_and_1(values: Any) -> str:

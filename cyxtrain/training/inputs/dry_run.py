@@ -33,7 +33,7 @@ from cyxtrain.metrics.weighting import BatchLoss
 from cyxtrain.metrics.whole_set import WholeSet, checked_whole_sets
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.flops import flops_of_step
-from cyxtrain.training.inputs.checks import check_classes, warn_of_activation
+from cyxtrain.training.inputs.checks import check_classes, lookups_checked, warn_of_activation
 from cyxtrain.training.inputs.weight_check import COMPARED_ROWS, WeightCheck
 from cyxtrain.training.model.forward import ModelCall
 from cyxtrain.training.model.out_of_memory import is_full, memory_explained
@@ -114,7 +114,7 @@ class DryRun:
         check = None if self._loss.is_known else WeightCheck(self._model, self._loss, self._call, few)
         with memory_explained(self._world), self._without_trace(), torch.enable_grad():
             put_into_training(self._model, *self._loss.modules)
-            with self._values_per_channel() as values:
+            with self._values_per_channel() as values, lookups_checked(self._model, batch.inputs, source):
                 output, loss, flops = self._counted_step(source, batch, counts_flops=counts_flops)
             tried = Tried(metrics=self._measuring(output, batch, loss), first_loss=self._loss.number_of(loss))
             tried.has_one_value_per_row = batch.rows in values
@@ -183,7 +183,8 @@ class DryRun:
             if few is not None:
                 with gathering_alone(), contextlib.suppress(Exception):
                     WeightCheck(self._model, self._loss, self._call, few).find_items()
-            output, loss = self._forward(source, batch)
+            with lookups_checked(self._model, batch.inputs, source):
+                output, loss = self._forward(source, batch)
             metrics = self._measuring(output, batch, loss)
             measured = self._loss.measured_part(output)
             metrics.whole_sets = checked_whole_sets(
@@ -198,7 +199,8 @@ class DryRun:
             self._refuse_required_targets(batch)
         with memory_explained(self._world, trains=False), self._without_trace(), torch.no_grad():
             self._model.eval()
-            output = self._output(batch, predicting=True)
+            with lookups_checked(self._model, batch.inputs, source):
+                output = self._output(batch, predicting=True)
             rows_second = self._find_rows_second(source, output, batch.rows)
         parts = {name: _on_meta(part) for name, part in leaves(output)}
         return Tried(rows=batch.rows, output=with_parts(output, parts), rows_second=rows_second)
@@ -363,6 +365,11 @@ def _remedy_for_dtype(error: Exception, inputs: Tree | None) -> str:
         return (
             ". An embedding takes whole numbers: convert them with .long(), or .astype('int64') in NumPy and pandas; "
             "missing values (NaN) need a number of their own first."
+        )
+    if "index out of range in self" in message:  # PyTorch's words for an embedding that does not have a number
+        return (
+            ". An embedding looks up numbers from 0 to num_embeddings - 1; missing values (NaN, or -1 in pandas' "
+            ".cat.codes) need a number of their own first."
         )
     differ = "same dtype" in message or "should be the same" in message
     if not differ or not re.search(r"(?i)\b(long|int|short)", message):

@@ -59,7 +59,7 @@ def open_rows(
     data: tuple[Any, ...],
     batch_size: int | None,
     config: DistributedTrainingConfig,
-    columns: Mapping[str, Sequence[Any]] | None,
+    columns: Mapping[str, Sequence[str]],
 ) -> Source:
     """Return the samples of an evaluation or a prediction; `config`, `columns` of tables: of the latest fit."""
     inputs, targets, weights = (*data, None, None)[:3]
@@ -68,7 +68,7 @@ def open_rows(
     def open_and_describe() -> tuple[Sources, dict[str, Any]]:
         asked = config if batch_size is None else dataclasses.replace(config, batch_size=batch_size)
         sources: Sources = (open_source(inputs, targets, weights, asked, 0, world, trains=False), {})
-        check_columns(columns or {}, sources[0].columns)
+        check_columns(columns, sources[0].columns)
         actual = sources[0].batch_size
         if actual is not None and batch_size not in (None, actual):
             raise ConfigError(f"batch_size={batch_size}, and X makes batches of {actual}: leave batch_size out.")
@@ -97,6 +97,7 @@ def _source_facts(sources: Sources) -> dict[str, Any]:
         summary = source.summary()
         facts |= {f"the kind of the {name} data": summary["kind"], f"_{name}": summary}
         facts |= {f"{setting} of the {name} data": value for setting, value in source.own_settings().items()}
+        facts |= {f"the columns of {table} of the {name} data": names for table, names in source.columns.items()}
     return facts
 
 

@@ -137,7 +137,7 @@ def _step(
     config = plan.config
     data = plan.data
     device = data.placement.device
-    state.set(callbacks=Callbacks(), stop_training=False)
+    state.set(callbacks=Callbacks(), stop_training=False, columns=dict(source.columns))
     with generators_kept(device):
         # By the step: each batch draws other numbers, and a resumed program the same ones.
         seed_generators(config.seed, 0, state.position.step, world.rank, device)

@@ -17,6 +17,7 @@ from cyxtrain.checkpoint.remote_files import require_reachable
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
 from cyxtrain.checkpoint.validation import check_content, restoring_from
 from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.data.batches.tables import check_columns
 from cyxtrain.environment import process_env
 from cyxtrain.environment.regular_files import url_of
 from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError, counted, on_all_ranks, warn, warn_together
@@ -160,6 +161,7 @@ def _start(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple
     lengths = [(length.warmup_steps, steps, length.scheduled(rates)) for rates in state.rates.values()]
     effective = plan.feed.effective_batch_size
     state.begin_fit(plan.world, plan.config, run, effective, lengths, plan.initial_epoch)
+    state.set(columns=dict(plan.data.source.columns))
     return plan, None, _describe_start(plan, state)
 
 
@@ -177,6 +179,8 @@ def _resume(
     is_new_run = _is_new_run(plan, checkpoint, run)
     resumption = Resumption(checkpoint, source)
     resumption.load(state, plan, run, is_new_run=is_new_run)
+    # The same, unless one of them is an array, which has no names.
+    state.set(columns={**plan.data.source.columns, **state.columns})
     with restoring_from(source):
         plan = with_batch_norm_checked(state.model, plan)
     header_lines = describe_restored(values_of_program, restorable(state), changed[Policy.CHECKPOINT].values())
@@ -206,6 +210,10 @@ def _check_same_fit(
 
     `run`: this program's, with digests of the data; `different`: descriptions of settings that differ, by name.
     """
+    try:  # before the digests, which differ, too, and have no names
+        check_columns(checkpoint.others.get("columns", {}), plan.data.source.columns)
+    except ConfigError as error:
+        raise ConfigError(f"fit cannot resume from {name}: {error}") from error
     config = plan.config
     same_steps = checkpoint.position.get("effective_batch_size") == plan.feed.effective_batch_size
     if config.learning_rate_scaling is None and (config.effective_batch_size is not None or same_steps):

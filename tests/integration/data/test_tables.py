@@ -17,6 +17,7 @@ from refusals import ending, refusal, warning_texts
 from torch import Tensor, nn
 
 import cyxtrain as cx
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint, write_checkpoint
 
 pandas: Any = LazyModule("pandas", optional=True)
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -168,7 +169,7 @@ def test_wrong_tables_are_refused_in_every_call_on_every_rank_alike():
             "ConfigError: X and y have different indexes: ",
             "ConfigError: y is a column of text; it must hold numbers or booleans. Number the classes, as in numpy.un",
             "ConfigError: CrossEntropyLoss wants class indices of an integer dtype, and y has dtype float64, with NaN "
-            "in 2 samples, which must be filled or dropped",
+            "in 2 samples (first in sample 0): drop such samples, or give them a class of their own, as in y.fillna(",
             "ConfigError: CrossEntropyLoss wants one class number per sample, and y has shape (n, 1): give "
             "numpy.asarray(y).reshape(-1), or the column of a table, as in df['class'].",
             "ConfigError: X is a table with column 'city' (text)",
@@ -274,6 +275,160 @@ def test_columns_in_another_order_than_in_training_are_refused(world_size):
         assert names.startswith(f"X {COLUMNS}it lacks 'area', and it also has 'size'. Select them")
         assert "validation" in validation
         assert COLUMNS in validation
+
+
+def refuse_columns_of_a_checkpoint(folder: str) -> list[str]:
+    """Returns the refusals of tables with another order than in training, by trainers that have not trained."""
+    rows = frame(rooms=INPUTS[:, 1])
+    swapped = rows[["rooms", "area"]]
+    trainer = trainer_of()
+    trainer.fit(rows, TARGETS, **FIT)
+    trainer.save_checkpoint(f"{folder}/named.ckpt")
+    if cx.is_master():
+        unnamed = read_checkpoint(f"{folder}/named.ckpt")
+        assert unnamed.others.pop("columns") == {"X": ["area", "rooms"]}
+        write_checkpoint(f"{folder}/unnamed.ckpt", unnamed)
+        cx.save_weights(trainer.model, f"{folder}/weights.safetensors")
+    cx.barrier()
+    loaded = trainer_of()
+    loaded.load_checkpoint(f"{folder}/named.ckpt")
+    loaded.evaluate(rows, TARGETS)
+    found = [refusal(loaded.evaluate, swapped, TARGETS), refusal(loaded.predict, swapped)]
+    for name in ("named", "unnamed"):
+        resumed = trainer_of()
+        if name == "named":
+            found.append(refusal(resumed.fit, swapped, TARGETS, resume=f"{folder}/named.ckpt", **FIT))
+            resumed.predict(swapped)  # the refused fit has trained nothing
+        resumed.fit(rows, TARGETS, resume=f"{folder}/{name}.ckpt", **FIT)
+        found.append(refusal(resumed.predict, swapped))
+    loaded.load_checkpoint(f"{folder}/unnamed.ckpt")
+    loaded.predict(swapped)
+    weights = trainer_of()
+    cx.load_weights(weights.model, f"{folder}/weights.safetensors")
+    weights.predict(swapped)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_checkpoint_keeps_the_names_of_the_columns(world_size, tmp_path):
+    pytest.importorskip("pandas")
+    for found in everywhere(world_size, refuse_columns_of_a_checkpoint, str(tmp_path)):
+        assert len(found) == 5
+        assert all(f"X {COLUMNS}their order differs. Select them" in each for each in found)
+        assert found[2].startswith(f"fit cannot resume from {tmp_path}/named.ckpt: X must have the columns")
+
+
+def resume_from_an_array(folder: str) -> list[str]:
+    """Returns a refusal after a fit of a table has resumed from a fit of its array, and the other way round."""
+    rows = frame(rooms=INPUTS[:, 1]).set_axis([2020, 2021], axis=1)
+    found = []
+    for number, (first, second) in enumerate([(rows, rows.to_numpy()), (rows.to_numpy(), rows)]):
+        trainer_of().fit(first, TARGETS, checkpoint_dir=f"{folder}/{number}", checkpoint_every_n_epochs=1, **FIT)
+        resumed = trainer_of()
+        resumed.fit(second, TARGETS, checkpoint_dir=f"{folder}/{number}", resume="auto", **{**FIT, "epochs": 3})
+        found.append(refusal(resumed.predict, rows[[2021, 2020]]))
+    return found
+
+
+def test_a_fit_that_resumes_knows_the_names_of_either_table(tmp_path):
+    pytest.importorskip("pandas")
+    with one_process():
+        assert all(f"X {COLUMNS}their order differs." in each for each in resume_from_an_array(str(tmp_path)))
+
+
+def refuse_columns_of_one_rank() -> str:
+    rows = frame(rooms=INPUTS[:, 1])
+    if cx.get_rank() == 1:
+        rows = rows.rename(columns={"area": "size"})
+    return refusal(trainer_of().fit, rows, TARGETS, **FIT)
+
+
+def test_ranks_with_other_columns_are_refused():
+    pytest.importorskip("pandas")
+    for message in run_world(2, refuse_columns_of_one_rank):
+        assert "rank 1 differs from rank 0 in the columns of X of the training data: ['size', 'rooms'] on" in message
+
+
+def test_a_batch_names_the_columns_for_predictions():
+    pytest.importorskip("pandas")
+    with one_process():
+        rows = frame(rooms=INPUTS[:, 1])
+        trainer = trainer_of()
+        trainer.train_on_batch(rows, TARGETS)
+        assert COLUMNS in refusal(trainer.predict, rows[["rooms", "area"]])
+
+
+class FromColumns(nn.Module):
+    """Looks columns of one table up, as they are or changed."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor] = torch.as_tensor, make: Any = nn.Embedding) -> None:
+        super().__init__()
+        self.change = change
+        self.street = make(5, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.street(self.change(rows)[:, 1])
+
+
+class Shifted(nn.Embedding):
+    """Has a place for missing values."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + 1)
+
+
+def refuse_codes() -> list[str]:
+    """Returns the refusals of codes that no class and no row of an embedding has; only late samples have them."""
+    codes = pandas.Series(TARGETS).astype("category").cat.codes
+    missing = codes.where(codes.index < 20, -1)
+    numbers = frame(rooms=1.0, age=2.0, floor=3.0)
+    nullable = missing.astype("Int64").where(missing.index < 20)
+    streets = pandas.DataFrame({"city": TARGETS, "street": codes.where(codes.index != 21, 7).astype("int64")})
+    trainer, columns, classes = (
+        cx.DistributedTrainer(model, "cross_entropy", adam(model))
+        for model in (WithCodes(), FromColumns(), make_model())
+    )
+    trainer.fit({"numbers": numbers, "city": codes}, TARGETS, **FIT)
+    return [
+        refusal(trainer.fit, {"numbers": numbers, "city": missing}, TARGETS, **FIT),
+        refusal(trainer.evaluate, {"numbers": numbers, "city": missing}, TARGETS),
+        refusal(trainer.predict, {"numbers": numbers, "city": nullable}),
+        refusal(columns.fit, streets, TARGETS, **FIT),
+        refusal(classes.fit, INPUTS, missing, **FIT),
+    ]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_codes_that_an_embedding_or_the_classes_lack_are_refused_with_column_and_sample(world_size):
+    pytest.importorskip("pandas")
+    for found in everywhere(world_size, refuse_codes):
+        looked_up = "and the embedding 'words' looks up 0 to 4. Number categories from 0, and make the embedding as"
+        assert found[0].startswith(f"X['city'] holds -1 (sample 20, the first of 3), {looked_up}")
+        assert found[1] == found[0]
+        assert found[0].endswith(
+            "(NaN, or -1 in pandas' .cat.codes) need a number of their own, as in codes + 1; or drop such samples."
+        )
+        assert found[2].startswith(f"X['city'] holds nan (sample 20, the first of 3), {looked_up}")
+        assert found[3].startswith(
+            "column 'street' of X holds 7 (sample 21, the first of 1), and the embedding 'street'"
+        )
+        assert found[4].startswith("y holds class -1 (sample 20), and the model has outputs for classes 0 to 2. Number")
+        assert "or ignore them with nn.CrossEntropyLoss(ignore_index=-1)." in found[4]
+
+
+def test_codes_that_the_model_changes_before_it_looks_them_up_are_its_own_matter():
+    codes = torch.from_numpy(np.column_stack([TARGETS, np.where(np.arange(23) == 20, -1, TARGETS)]))
+    in_place = FromColumns(lambda rows: rows.clamp_(min=0))
+    for model in (in_place, FromColumns(lambda rows: rows + 1), FromColumns(make=Shifted)):
+        with one_process():
+            trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
+            trainer.fit(codes, TARGETS, **FIT)
+            assert trainer.predict(codes).shape == (23, CLASSES)
+            assert not model.street._forward_pre_hooks
+    copying = FromColumns(lambda rows: rows - 9)
+    with one_process():
+        message = refusal(cx.DistributedTrainer(copying, "cross_entropy", "adam").fit, codes, TARGETS, **FIT)
+    assert "IndexError: index out of range in self. An embedding looks up numbers from 0 to num_embeddings" in message
 
 
 def test_codes_of_categories_go_into_an_embedding():

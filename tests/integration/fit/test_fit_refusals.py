@@ -829,7 +829,9 @@ def test_columns_of_a_table_that_hold_no_numbers_are_named_in_every_call():
             INPUTS, WORD_TABLE["city"]
         ): r"^y holds object values \(Oslo\).*numpy\.unique\(y, return_inv",
         lambda: trainer.fit(Table({"a": [1] * 12, "b": [True] * 12}), TARGETS): r"different kinds: give X\.astype",
-        lambda: trainer.fit(INPUTS, Series("age", [1.0, NAN] * 6)): "float64, with NaN in 6 samples, which must be",
+        lambda: trainer.fit(
+            INPUTS, Series("age", [1.0, NAN] * 6)
+        ): r"float64, with NaN in 6 samples \(first in sample 1\): drop",
     }.items():
         with one_process(), pytest.raises(cx.ConfigError, match=words):
             call()

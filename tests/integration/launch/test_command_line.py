@@ -155,6 +155,31 @@ def test_it_goes_on_and_evaluates_what_it_has_kept(by_one_rank, tmp_path, monkey
         assert alone("evaluate", *words) == (0, "".join(f"{line}\n" for line in by_one_rank[-2:]))
 
 
+HOUSES = """import numpy, pandas
+
+def make(columns):
+    rows = numpy.random.default_rng(0).normal(size=(20, 2)).astype("float32")
+    table = pandas.DataFrame(rows, columns=["area", "rooms"])
+    return (table, numpy.arange(20) % 2), (table[columns], numpy.arange(20) % 2)
+"""
+
+
+def test_it_evaluates_a_table_with_the_columns_of_training_alone(tmp_path, monkeypatch):
+    pytest.importorskip("pandas")
+    monkeypatch.chdir(tmp_path)
+    Path("houses.py").write_text(HOUSES)
+    Path("houses.yaml").write_text(
+        "model: {name: mlp, inputs: 2, outputs: 2}\nloss_fn: cross_entropy\n"
+        "data: {name: 'houses:make', columns: [area, rooms]}\ntraining: {epochs: 1, checkpoint_every_n_epochs: 1}\n"
+    )
+    assert alone("fit", "houses.yaml")[0] == 0
+    evaluate = "evaluate", "checkpoints", "--config", "houses.yaml"
+    assert alone(*evaluate)[0] == 0
+    code, text = alone(*evaluate, "data.columns=[rooms, area]")
+    assert code != 0
+    assert "X must have the columns that the model was trained with" in text
+
+
 @pytest.mark.nightly
 def test_it_evaluates_rank_0s_checkpoint_if_each_rank_has_written_its_own(by_one_rank, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -165,6 +165,17 @@ def test_everything_comes_back_into_the_callers_objects():
     assert not cx.is_initialized()
 
 
+def test_the_names_of_columns_come_back_and_workers_compare_them():
+    pandas = pytest.importorskip("pandas")
+    rows = pandas.DataFrame(X.numpy(), columns=["area", "rooms", "age", "floor"])
+    swapped = rows[["rooms", "area", "age", "floor"]]
+    trainer = trainer_of()
+    trainer.fit(rows, Y.numpy(), **SETTINGS)
+    for distributed in (True, False):  # in the workers, and here
+        with pytest.raises(cx.ConfigError, match=r"X must have the columns .*: their order differs"):
+            trainer.predict(swapped, distributed=distributed)
+
+
 def two_parts_step(trainer: cx.DistributedTrainer, batch: Any) -> dict[str, Tensor]:
     rows = batch[0]
     hidden = trainer.model["first"](rows)

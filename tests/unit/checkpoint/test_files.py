@@ -367,6 +367,7 @@ LIES = [
     *[("others/scheduler/state/last_epoch", value) for value in ("a", [], {})],
     *[("others/callbacks", value) for value in ([], "a", {"EarlyStopping": 3})],
     *[("others/stop_reason", value) for value in ([], 3)],
+    *[("others/columns", value) for value in ([], {"X": "area"}, {"X": [3]})],
     *[("model_order", value) for value in (NAN, 3, ["a"])],
     *[("layouts", value) for value in ([], 3, {"model.safetensors": 3})],
     *[("arithmetic", value) for value in ([], 3)],
