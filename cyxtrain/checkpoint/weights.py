@@ -204,7 +204,9 @@ def _differing_shapes(expected: Mapping[str, Any], state: Mapping[str, Any]) -> 
         given = state.get(name)
         if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and own.shape != given.shape:
             shapes.append(f"{name} is {list(given.shape)} there and {list(own.shape)} in the model")
-    return [f"different shapes: {brief(', '.join(shapes), _SHAPES_CHARACTERS)}"] if shapes else []
+    if not shapes:
+        return []
+    return [f"different shapes: {brief(', '.join(shapes), _SHAPES_CHARACTERS)}"]
 
 
 def _remedy(expected: Collection[str], given: Collection[str]) -> str:

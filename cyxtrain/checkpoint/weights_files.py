@@ -7,6 +7,8 @@ import io
 import json
 import os
 import re
+import struct
+import zipfile
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,6 +28,7 @@ METADATA_KEY = "cyxtrain"
 _FIRST_BYTES = 512  # contain the first entry's name of torch.save's zip
 _BEFORE_ZIP = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."  # how torch.save began before PyTorch 1.6
 _HEADER_LIMIT_BYTES = 100_000_000  # safetensors' limit
+_ALIGNMENT_BYTES = 16  # of the widest number, complex128
 # What `save_pretrained` writes, in the order in which `from_pretrained` looks for them.
 _NAMES_IN_FOLDERS = (
     "model.safetensors",
@@ -110,24 +113,29 @@ def _state_of_safetensors(file: io.BufferedReader | io.BytesIO, path: str) -> di
     header_bytes = int.from_bytes(file.read(8), "little")
     if not 0 < header_bytes <= min(size_bytes - 8, _HEADER_LIMIT_BYTES):
         raise ValueError(f"a file of {size_bytes:,} bytes cannot have a header of {header_bytes:,}")
+    header = file.read(header_bytes)
     if isinstance(file, io.BytesIO):
         stored = safetensors.torch.load(file.getvalue())
     else:
         stored = safetensors.torch.load_file(path)
-    header = json.loads(file.read(header_bytes))
-    metadata: dict[str, str] = header.get("__metadata__", {})
+    metadata: dict[str, str] = json.loads(header).get("__metadata__", {})
     aliases = {name: kept for name, kept in metadata.items() if kept in stored and name not in stored}
     own = json.loads(metadata.get(METADATA_KEY, "{}"))
     layout = TensorLayout([*stored, *aliases], aliases, own.get("dtypes", {}), own.get("sparse", {}))
+    # A number that is not at a multiple of its size may crash the process; complex numbers are stored as two.
+    if any(
+        tensor.data_ptr() % (tensor.element_size() * (1 + (name in layout.dtypes))) for name, tensor in stored.items()
+    ):
+        stored = safetensors.torch.load(content_of(file))
     return {**decode_tensors(stored, layout), **decode_tree(own.get("values", {}))}
 
 
 def _state_of_torch_save(file: io.BufferedReader | io.BytesIO, path: str, *, is_zip: bool) -> dict[str, Any]:
     """Return the state dict in a file of `torch.save`, read by PyTorch's unpickler for tensors and plain values."""
-    file.seek(0)
-    is_mapped = is_zip and not isinstance(file, io.BytesIO)
-    source: Any = path if is_mapped else file
     try:
+        is_mapped = is_zip and not isinstance(file, io.BytesIO) and _can_be_mapped(file)
+        file.seek(0)
+        source: Any = path if is_mapped else file
         found = torch.load(source, map_location="cpu", weights_only=True, mmap=is_mapped)
     except MemoryError:
         raise
@@ -146,6 +154,18 @@ def _state_of_torch_save(file: io.BufferedReader | io.BytesIO, path: str, *, is_
         f"{path} holds a {held}, which is not a state_dict. Load it with torch.load(path, weights_only=True), and its "
         "weights with model.load_state_dict()."
     )
+
+
+def _can_be_mapped(file: io.BufferedReader) -> bool:
+    """Return whether the entries of a zip are as PyTorch writes them: not compressed, and aligned."""
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    for entry in entries:
+        file.seek(entry.header_offset + 26)  # the lengths of its name and of an extra field, before these
+        begin = entry.header_offset + 30 + sum(struct.unpack("<HH", file.read(4)))
+        if entry.compress_type != zipfile.ZIP_STORED or begin % _ALIGNMENT_BYTES:
+            return False
+    return True
 
 
 def _is_state(found: object) -> bool:
