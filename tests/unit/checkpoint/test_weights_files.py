@@ -226,6 +226,7 @@ class Several(nn.Module):
 
     def __init__(self, calls: int = 0) -> None:
         super().__init__()
+        torch.manual_seed(calls)
         self.layer = nn.Linear(2, 2)
         self.register_buffer("mask", torch.zeros(1).expand(3))
         self.calls = calls
@@ -427,10 +428,12 @@ def test_loading_takes_no_memory_above_the_models(tmp_path):
 
 def transformer(kind: str) -> nn.Module:
     import transformers
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()  # it leaves a thread
     if kind == "GPT-2":
-        config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=2, n_head=2)
-        return transformers.GPT2LMHeadModel(config)
+        sizes = {"n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=50, **sizes))
     small = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2}
     if kind == "T5":
         return transformers.T5ForConditionalGeneration(transformers.T5Config(**small))
