@@ -161,25 +161,37 @@ def remove_leftover(path: Path) -> None:
         path.unlink()
 
 
-def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
-    """Return the content of a regular file or of a URL; `look` may refuse the open file before all of it is read."""
+@contextlib.contextmanager
+def open_to_read(path: str | os.PathLike[str], what: str) -> Iterator[io.BufferedReader | io.BytesIO]:
+    """Open a regular file, or the content of a URL in memory."""
     url = url_of(path_or_url(f"the path of a {what}", path))
     if url:
-        content = read_remote(url, what)
-        if look is not None:
-            look(io.BytesIO(content))
-        return content
-    # Read, not mapped: a mapped file would crash the process on a bad disk.
+        yield io.BytesIO(read_remote(url, what))
+        return
     try:
         with open_regular(local_path(f"the path of a {what}", path)) as file:
-            if look is not None:
-                look(file)
-                file.seek(0)
-            return read_rest(file)
+            yield file
     except FileNotFoundError as error:
         raise CheckpointError(f"There is no {what} {path}. Check the path (now in {os.getcwd()}).") from error
     except OSError as error:
         raise CheckpointError(f"Cannot read {what} {path}: {error.strerror or error}. Use another file.") from error
+
+
+def content_of(file: io.BufferedReader | io.BytesIO) -> bytes:
+    """Return all of a file that `open_to_read` has opened."""
+    if isinstance(file, io.BytesIO):
+        return file.getvalue()
+    file.seek(0)
+    # Read, not mapped: a mapped file would crash the process on a bad disk.
+    return read_rest(file)
+
+
+def read_file(path: str | os.PathLike[str], what: str, look: Callable[[BinaryIO], object] | None = None) -> bytes:
+    """Return the content of a regular file or of a URL; `look` may refuse the open file before all of it is read."""
+    with open_to_read(path, what) as file:
+        if look is not None:
+            look(file)
+        return content_of(file)
 
 
 def _lock(file: BinaryIO, *, shared: bool = False) -> None:

@@ -1,21 +1,17 @@
-"""A model's weights as a plain safetensors file, for other programs too."""
+"""A model's weights as a plain safetensors file, for other programs too; and weights that others have saved."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
 
-from cyxtrain.checkpoint.checkpoint_file import unpack_checkpoint
-from cyxtrain.checkpoint.files import read_file, replacing
-from cyxtrain.checkpoint.format.archive import look_at_archive
-from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
+from cyxtrain.checkpoint.files import replacing
+from cyxtrain.checkpoint.format.encoding import encode_tree
 from cyxtrain.checkpoint.format.names import (
     custom_loading,
     load_plain_state,
@@ -23,14 +19,20 @@ from cyxtrain.checkpoint.format.names import (
     plain_state,
     resizable_buffers,
 )
-from cyxtrain.checkpoint.format.tensors import TensorLayout, decode_tensors, encode_tensors, tied_names
+from cyxtrain.checkpoint.format.tensors import encode_tensors, tied_names
+from cyxtrain.checkpoint.weights_files import METADATA_KEY, read_weights
 from cyxtrain.config.settings import names_checked
 from cyxtrain.errors import CheckpointError, ConfigError, brief
 
-# the key in the file's metadata for what a plain safetensors file cannot express
-_METADATA_KEY = "cyxtrain"
-_FIRST_BYTES = 512  # contain the first entry's name of torch.save's zip
-_HEADER_LIMIT_BYTES = 100_000_000  # safetensors' limit
+_DDP_PREFIX = "module."  # of all names in a state_dict of PyTorch's DistributedDataParallel
+_SHAPES_CHARACTERS = 2000  # in an error
+
+
+class IncompatibleKeys(NamedTuple):
+    """Names that only a model or only a file has, as PyTorch's `load_state_dict` returns them."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
 
 
 @names_checked
@@ -56,7 +58,7 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
     metadata = {**layout.aliases, "format": "pt"}
     if values or layout.dtypes or layout.sparse:
         own = {"dtypes": layout.dtypes, "values": values, "sparse": layout.sparse}
-        metadata[_METADATA_KEY] = json.dumps(own, allow_nan=False)
+        metadata[METADATA_KEY] = json.dumps(own, allow_nan=False)
     # Not safetensors' save_file: it neither synchronizes nor keeps the folder's usual permissions.
     content = safetensors.torch.save(stored, metadata)
     with replacing(path, "weights file") as file:
@@ -64,22 +66,44 @@ def save_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
 
 
 @names_checked
-def load_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> None:
-    """Load a safetensors file into a model, strictly: nothing is copied before all names and shapes match.
+def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: bool = True) -> IncompatibleKeys:
+    """Load weights of this or another library into a model; copy none before all names and shapes match.
 
-    Tied weights need one of their names in the file. Values are converted to the model's dtypes and devices. The names
-    of a table's columns are not weights: afterwards, `evaluate` and `predict` take any columns.
+    Reads safetensors, files of `torch.save` (only by its `weights_only=True`, which runs no code), checkpoints of
+    Lightning and Cyxtrain, shards, and folders of Hugging Face. Tied weights need one of their names. The prefixes of
+    `torch.compile` and PyTorch's DistributedDataParallel are removed. Values are converted to the model's dtypes and
+    devices. The names of a table's columns are not weights: afterwards, `evaluate` and `predict` take any columns.
+
+    Each rank that calls it reads the file. Cost: local files are mapped, so that only the system's cache holds them;
+    checkpoints, URLs and files from before PyTorch 1.6 take memory of their size.
 
     Args:
         model: The same architecture, on any device.
-        path: A file of `save_weights`, another safetensors file with the model's names, or a checkpoint.
+        path: A file; the index of shards, such as "model.safetensors.index.json"; or a local folder of
+            `save_pretrained`.
+        strict: If False, skip names that only the model or only the file has; at least one must match. Shapes must
+            match in any case.
+
+    Returns:
+        `missing_keys` and `unexpected_keys`, as `load_state_dict` of PyTorch does; empty if `strict`.
 
     Raises:
         ConfigError: `model` is not a module.
-        CheckpointError: The file is missing or is not a safetensors file, or names or shapes differ, with the names.
+        CheckpointError: The file is missing or corrupt, or holds objects that PyTorch refuses; or names or shapes
+            differ, with all of them.
     """
     _require_model("load_weights", model)
-    load_model_state(model, _read_weights(path), f"weights {path}")
+    state = _without_ddp(read_weights(path), plain_state(model))
+    return load_model_state(model, state, f"weights {path}", strict=strict)
+
+
+def _without_ddp(state: Mapping[str, Any], expected: Collection[str]) -> Mapping[str, Any]:
+    """Return a state without the prefix of PyTorch's DistributedDataParallel."""
+    plain = {plain_name(name): value for name, value in state.items()}
+    is_wrapped = all(name.startswith(_DDP_PREFIX) for name in plain)
+    if is_wrapped and not any(name.startswith(_DDP_PREFIX) for name in expected):
+        return {name.removeprefix(_DDP_PREFIX): value for name, value in plain.items()}
+    return plain
 
 
 def _require_model(function: str, model: object) -> None:
@@ -90,19 +114,31 @@ def _require_model(function: str, model: object) -> None:
         )
 
 
-def load_model_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Load a `state_dict` into a model, strictly: nothing is copied before all names and shapes match."""
-    given = fitting_state(model, state, source)
+def load_model_state(
+    model: torch.nn.Module, state: Mapping[str, Any], source: str, *, strict: bool = True
+) -> IncompatibleKeys:
+    """Load a `state_dict` into a model: nothing is copied before all names (if `strict`) and shapes match."""
+    given, keys = _compared(model, state, source, strict=strict)
     try:
-        load_plain_state(model, given)
+        missing, unexpected = load_plain_state(model, given, strict=strict)
     except RuntimeError as error:
         raise CheckpointError(
             f"Cannot load {source}: {brief(str(error))}. Build the model as it was when it was saved."
         ) from error
+    # Modules with their own loading code find other names.
+    return IncompatibleKeys(sorted({*keys.missing_keys, *missing}), sorted({*keys.unexpected_keys, *unexpected}))
 
 
 def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str) -> dict[str, Any]:
     """Return a state with all of the model's plain names, tied ones too, without loading it."""
+    given, _ = _compared(model, state, source, strict=True)
+    return given
+
+
+def _compared(
+    model: torch.nn.Module, state: Mapping[str, Any], source: str, *, strict: bool
+) -> tuple[dict[str, Any], IncompatibleKeys]:
+    """Return a state under plain names, tied ones too, and the names that differ from the model's."""
     expected = plain_state(model)
     given = {plain_name(name): value for name, value in state.items()}
     is_custom = custom_loading(model)
@@ -110,10 +146,17 @@ def fitting_state(model: torch.nn.Module, state: Mapping[str, Any], source: str)
     comparable = {name: tensor for name, tensor in tensors.items() if not is_custom(name)}
     _complete_ties(given, tied_names(comparable))
     free = _free_names(model, expected, given, is_custom)
-    differences = _differences(_without(expected, free), _without(given, free))
+    keys = IncompatibleKeys(
+        sorted(expected.keys() - given.keys() - free), sorted(given.keys() - expected.keys() - free)
+    )
+    has_matches = bool(free or expected.keys() & given.keys())
+    differences = _differing_shapes(_without(expected, free), given)
+    if strict or not has_matches:
+        differences = [*_differing_names(keys), *differences]
     if differences:
-        raise CheckpointError(f"Cannot load {source}: {differences}. Build the model as it was when it was saved.")
-    return given
+        remedy = _remedy(expected, given)
+        raise CheckpointError(f"Cannot load {source}: {'; '.join(differences)}. {remedy}")
+    return given, keys
 
 
 def _complete_ties(given: dict[str, Any], ties: Mapping[str, str]) -> None:
@@ -144,67 +187,40 @@ def _without(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name not in names}
 
 
-def _look_at_weights(file: BinaryIO, path: str | os.PathLike[str]) -> None:
-    """Refuse a file that is neither a checkpoint nor a safetensors file, before reading all of it."""
-    begins = file.read(_FIRST_BYTES)
-    if b"/data.pkl" in begins:
-        raise CheckpointError(
-            f"{path} is a file of torch.save, which may hold code: load it with PyTorch (weights_only=True) and "
-            "load_state_dict, then save it with save_weights()."
-        )
-    if begins.startswith(b"PK"):  # a zip: a checkpoint, of which every byte is checked
-        look_at_archive(file, str(path))
-        return
-    with _as_safetensors(path):
-        size_bytes = file.seek(0, io.SEEK_END)
-        header_bytes = int.from_bytes(begins[:8], "little")
-        if not 0 < header_bytes <= min(size_bytes - 8, _HEADER_LIMIT_BYTES):
-            raise ValueError(f"a file of {size_bytes:,} bytes cannot have a header of {header_bytes:,}")
+def _differing_names(keys: IncompatibleKeys) -> list[str]:
+    """Return parts of a message."""
+    found = []
+    if keys.missing_keys:
+        found.append(f"missing {brief(keys.missing_keys)}")
+    if keys.unexpected_keys:
+        found.append(f"unexpected {brief(keys.unexpected_keys)}")
+    return found
 
 
-@contextlib.contextmanager
-def _as_safetensors(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Turn the errors that a corrupt file causes into a CheckpointError with its name."""
-    try:
-        yield
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is corrupt or is not a safetensors file: {brief(str(error))}. Use a file of save_weights()."
-        ) from error
-
-
-def _read_weights(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return the state dict in a file, with the tied names in its metadata."""
-    data = read_file(path, "weights file", lambda file: _look_at_weights(file, path))
-    if data.startswith(b"PK"):
-        return unpack_checkpoint(data, str(path)).model
-    with _as_safetensors(path):
-        stored = safetensors.torch.load(data)
-        header_bytes = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + header_bytes])
-        metadata: dict[str, str] = header.get("__metadata__", {})
-        aliases = {name: kept for name, kept in metadata.items() if kept in stored and name not in stored}
-        own = json.loads(metadata.get(_METADATA_KEY, "{}"))
-        layout = TensorLayout([*stored, *aliases], aliases, own.get("dtypes", {}), own.get("sparse", {}))
-        return {**decode_tensors(stored, layout), **decode_tree(own.get("values", {}))}
-
-
-def _differences(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Return missing and unexpected names and different shapes, for a message; "" if all match."""
-    missing = sorted(expected.keys() - state.keys())
-    unexpected = sorted(state.keys() - expected.keys())
+def _differing_shapes(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """Return a part of a message if shapes differ, with all of them."""
     shapes = []
     for name, own in expected.items():
         given = state.get(name)
         if isinstance(own, torch.Tensor) and isinstance(given, torch.Tensor) and own.shape != given.shape:
             shapes.append(f"{name} is {list(given.shape)} there and {list(own.shape)} in the model")
-    found = []
-    if missing:
-        found.append(f"missing {brief(missing)}")
-    if unexpected:
-        found.append(f"unexpected {brief(unexpected)}")
-    if shapes:
-        found.append(f"different shapes: {brief(', '.join(shapes))}")
-    return "; ".join(found)
+    if not shapes:
+        return []
+    return [f"different shapes: {brief(', '.join(shapes), _SHAPES_CHARACTERS)}"]
+
+
+def _remedy(expected: Collection[str], given: Collection[str]) -> str:
+    """Return what to do if names or shapes differ; some programs save the model as a part of another module."""
+    first = next(iter(expected), "")
+    for other in given:
+        prefix = other.removesuffix(f".{first}")
+        if first in given or prefix == other or not all(f"{prefix}.{name}" in given for name in expected):
+            continue
+        holder = "model"
+        for part in reversed(prefix.split(".")):
+            holder = f'torch.nn.ModuleDict({{"{part}": {holder}}})'
+        rest = ""
+        if len(given) > len(expected):
+            rest = ", strict=False"
+        return brief(f"All names of the model follow {prefix!r} there: use load_weights({holder}, path{rest}).", 500)
+    return "Build the model as it was when it was saved."

@@ -314,5 +314,6 @@ def test_no_file_names_a_path_of_the_machine_it_was_written_on():
 
 def test_package_unpickles_nothing():
     pickled = re.compile(r"(?<![\w.])(?:pickle|torch|marshal)\.loads?\b|allow_pickle=True|\bUnpickler\b")
-    found = [str(path) for path, text in project_files("cyxtrain") if pickled.search(text)]
+    safe = re.compile(r"torch\.load\([^()]*weights_only=True")
+    found = [str(path) for path, text in project_files("cyxtrain") if pickled.search(safe.sub("", text))]
     assert found == ["cyxtrain/notebook/sharing.py"]  # between a notebook and its authenticated workers

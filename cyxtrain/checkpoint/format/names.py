@@ -55,19 +55,25 @@ def resizable_buffers(model: torch.nn.Module) -> dict[str, tuple[dict[str, Tenso
     return found
 
 
-def load_plain_state(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Load the result of `plain_state` into a model, compiled or not; buffers take the saved shape."""
+def load_plain_state(
+    model: torch.nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
+    """Load the result of `plain_state` into a model, compiled or not; buffers take the saved shape.
+
+    Return the names that the state lacks, and those that the model does not know; with `strict`, raise RuntimeError.
+    """
     is_custom = custom_loading(model)
     _resize_buffers(model, state, is_custom)
     own = model.state_dict()
     written = _write_uncopyable(own, state, is_custom)
     names = _model_names(model, own, state)
     given = {name: state[plain] for plain, name in names.items() if plain in state and name not in written}
-    found = model.load_state_dict(torch_compat.with_versions(given, own), strict=not written)
-    missing = [name for name in found.missing_keys if name not in written]
-    unknown = [*found.unexpected_keys, *missing]
-    if unknown:
-        raise RuntimeError(f"the state has no place for, or lacks, {', '.join(unknown)}")
+    found = model.load_state_dict(torch_compat.with_versions(given, own), strict=strict and not written)
+    missing = [plain_name(name) for name in found.missing_keys if name not in written]
+    unexpected = [plain_name(name) for name in found.unexpected_keys]
+    if strict and (missing or unexpected):
+        raise RuntimeError(f"the state has no place for, or lacks, {', '.join([*unexpected, *missing])}")
+    return missing, unexpected
 
 
 def _resize_buffers(model: torch.nn.Module, state: Mapping[str, Any], is_custom: Callable[[str], bool]) -> None:
@@ -86,7 +92,11 @@ def _resize_buffers(model: torch.nn.Module, state: Mapping[str, Any], is_custom:
 
 def _write_uncopyable(own: Mapping[str, Any], state: Mapping[str, Any], is_custom: Callable[[str], bool]) -> set[str]:
     """Write saved tensors into which `load_state_dict` cannot copy; return their names in the model."""
-    uncopyable = {name for name, value in own.items() if _is_uncopyable(value) and not is_custom(plain_name(name))}
+    uncopyable = {
+        name
+        for name, value in own.items()
+        if _is_uncopyable(value) and plain_name(name) in state and not is_custom(plain_name(name))
+    }
     for name in uncopyable:
         tensor = own[name]
         if parts_of(tensor) is None:

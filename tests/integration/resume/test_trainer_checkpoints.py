@@ -210,6 +210,24 @@ def test_weights_alone_go_into_another_model(tmp_path):
     assert fingerprint(before) == fingerprint(make_model(outputs=5))
 
 
+def load_on_each_rank(folder: str) -> list[Any]:
+    """Load a file of PyTorch, first into a model of another shape; each rank begins with other weights."""
+    model = trainer_of(shift=1 + cx.get_rank()).model
+    with pytest.raises(cx.CheckpointError) as caught:
+        cx.load_weights(make_model(outputs=5), f"{folder}/weights.pt", strict=False)
+    found = cx.load_weights(model, f"{folder}/weights.pt", strict=False)
+    return [str(caught.value), *found, fingerprint(model)]
+
+
+def test_each_rank_loads_the_weights_of_another_library_or_raises_the_same_error(tmp_path):
+    state = make_model().state_dict()
+    torch.save({**state, "old": torch.zeros(1)}, tmp_path / "weights.pt")
+    ranks = run_world(2, load_on_each_rank, str(tmp_path))
+    assert ranks[0] == ranks[1]
+    assert "2.weight is [3, 8] there and [5, 8] in the model, 2.bias is [3] there" in ranks[0][0]
+    assert ranks[0][1:] == [[], ["old"], fingerprint(make_model())]
+
+
 def test_loading_keeps_the_optimizer_on_the_models_parameters(tmp_path):
     with one_process():
         trainer = trainer_of()

@@ -113,12 +113,6 @@ def test_all_differences_are_named_at_once_and_nothing_is_changed(tmp_path):
     assert_equal(net, model())
 
 
-def test_a_file_of_torch_save_is_refused_with_the_way_to_bring_it_here(tmp_path):
-    torch.save(model().state_dict(), tmp_path / "model.pt")
-    with pytest.raises(CheckpointError, match=r"is a file of torch.save.* load_state_dict, then save it with save_wei"):
-        load_weights(model(), tmp_path / "model.pt")
-
-
 @pytest.mark.parametrize("function", [save_weights, load_weights])
 def test_what_is_no_model_is_refused(tmp_path, function):
     with pytest.raises(cx.ConfigError, match=r"_weights takes a torch.nn.Module, got dict: pass the model itself"):

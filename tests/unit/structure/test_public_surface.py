@@ -130,7 +130,7 @@ SIGNATURES = {
     "get_model": "(name)",
     "list_models": "()",
     "save_weights": "(model, path)",
-    "load_weights": "(model, path)",
+    "load_weights": "(model, path, strict=True)",
 }
 COLLECTIVES = PROCESSES[PROCESSES.index("all_reduce") :]
 

@@ -84,7 +84,7 @@ INSIDE = {
         "remote_files",
         "format files",
         "checkpoint_file",
-        "validation",
+        "validation weights_files",
         "weights transport folder",
         "writer uploader",
     ],
