@@ -1,9 +1,12 @@
 """An epoch of fit over each kind of data, and a plain loop over PyTorch's DataLoader of the same data.
 
-    python benchmarks/data_kinds.py [--rows 20000] [--launches 7] [--json results.json]
+    python benchmarks/data_kinds.py [--rows 20000] [--launches 7] [--resume] [--json results.json]
 
 Both train the same small network on one process, in turns, with the same batches of 64 rows. The ratio is the median
 over rounds of fit's seconds, with its checks, by the loop's. Kinds whose package is missing are left out.
+
+With --resume instead: how many rows each of two ranks reads in an epoch, and how many rows and seconds a fit needs
+until its first step has ended when it resumes after nine tenths of the epoch, from the data's state and without it.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from launches import paired_quartiles, save_results, take_turns
+from launches import launch, paired_quartiles, save_results, take_turns
 from text_tables import Table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -185,25 +188,58 @@ def compare(data: Data, kind: str, rounds: int) -> dict[str, Any]:
     return {"kind": kind, **found, "ratio": paired_quartiles(found["fit"], found["loop"])}
 
 
+def compare_kinds(rows: int, rounds: int) -> list[dict[str, Any]]:
+    """Compares all kinds with a loop, and prints the table."""
+    found: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder, cx.init(cx.DistributedConfig(rank=0, world_size=1)):
+        data = Data(Path(folder), rows)
+        for kind, (package, _) in KINDS.items():
+            if not package or importlib.util.find_spec(package) is not None:
+                found.append(compare(data, kind, rounds))
+    table = Table("an epoch of each kind of data", ["data", "fit, rows/s", "loop, rows/s", "fit / loop", "quartiles"])
+    for row in found:
+        rates = [f"{rows / statistics.median(row[way]):,.0f}" for way in WAYS]
+        lower, median, upper = row["ratio"]
+        table.add([row["kind"], *rates, f"{median:.2f}", f"{lower:.2f}-{upper:.2f}"])
+    table.show()
+    return found
+
+
+RESUMED = {"resumed": "from the state", "again": "read again"}
+
+
+def resume_kinds(rows: int) -> list[dict[str, Any]]:
+    """Resumes with all kinds on two ranks, and prints the table: of each figure the larger one of the ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = launch("resume_ranks.py", 2, {"rows": rows, "folder": folder})
+    headings = [f"{way}, {unit}" for way in RESUMED.values() for unit in ("rows", "s")]
+    table = Table(f"two ranks resume in an epoch of {rows:,} rows", ["data", "a rank's rows", *headings], names=1)
+    found: list[dict[str, Any]] = []
+    for of_ranks in zip(*ranks, strict=True):
+        row = {"kind": of_ranks[0]["kind"], "epoch": max(each["epoch"] for each in of_ranks)}
+        cells = [row["kind"], f"{row['epoch']:,}"]
+        for way in RESUMED:
+            figures = [each[way] for each in of_ranks if way in each]
+            if not figures:
+                cells += ["-", "-"]
+                continue
+            row[way] = {unit: max(each[unit] for each in figures) for unit in ("rows", "seconds")}
+            cells += [f"{row[way]['rows']:,}", f"{row[way]['seconds']:.2f}"]
+        table.add(cells)
+        found.append(row)
+    table.show()
+    return found
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--launches", type=int, default=7, help="rounds, in which both take turns")
+    parser.add_argument("--resume", action="store_true", help="measure what it takes to resume instead")
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    found: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, cx.init(cx.DistributedConfig(rank=0, world_size=1)):
-        data = Data(Path(folder), given.rows)
-        for kind, (package, _) in KINDS.items():
-            if not package or importlib.util.find_spec(package) is not None:
-                found.append(compare(data, kind, given.launches))
-    table = Table("an epoch of each kind of data", ["data", "fit, rows/s", "loop, rows/s", "fit / loop", "quartiles"])
-    for row in found:
-        rates = [f"{given.rows / statistics.median(row[way]):,.0f}" for way in WAYS]
-        lower, median, upper = row["ratio"]
-        table.add([row["kind"], *rates, f"{median:.2f}", f"{lower:.2f}-{upper:.2f}"])
-    table.show()
+    found = resume_kinds(given.rows) if given.resume else compare_kinds(given.rows, given.launches)
     save_results(given.json, found)
     return 0
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
+import os
 import socket
 import sys
 import threading
@@ -11,6 +13,7 @@ from typing import Any
 
 import checkpoint
 import collective_ranks
+import data_memory
 import ddp_step
 import fit_ranks
 import launches
@@ -127,6 +130,52 @@ def test_each_kind_of_data_is_compared_with_a_loop(tmp_path):
     for row in results["rows"]:
         assert row["ratio"] == pytest.approx([row["fit"][0] / row["loop"][0]] * 3)
         assert row["kind"] in printed
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_each_kind_of_data_resumes_from_its_state_and_is_read_again_without(tmp_path):
+    printed, results = run_benchmark("data_kinds.py", tmp_path, "--resume", "--rows", "1280")
+    rows = {row["kind"].replace("`", ""): row for row in results["rows"]}
+    assert {"DataLoader of a Dataset", "readers with a state_dict", "a generator"} <= set(rows)
+    saved = 1280 * 9 // 10
+    for name, row in rows.items():
+        assert row["kind"] in printed
+        is_shared = "readers" not in name and "DataLoader of a Dataset" not in name
+        of_a_rank = 1280 if is_shared else 640
+        assert of_a_rank <= row["epoch"] <= of_a_rank + 400, name
+        if "resumed" in row:
+            assert row["resumed"]["rows"] <= 400, name
+        if "again" in row:
+            assert row["again"]["rows"] >= saved * of_a_rank // 1280, name
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="only Linux tells")
+def test_memory_for_files_is_that_above_a_tiny_file(tmp_path):
+    pytest.importorskip("h5py")
+    kinds = ["HDF5", "DataLoader of HDF5, 2 workers"]
+    if importlib.util.find_spec("pyarrow") is not None:
+        kinds.append("Parquet, 8 readers")
+    given = ("--megabytes", "64", "--group-megabytes", "8", "--steps", "5", "--ranks", "2", "--folder", str(tmp_path))
+    printed, results = run_benchmark("data_memory.py", tmp_path, *given, "--kinds", *kinds)
+    assert sorted(row["kind"] for row in results["rows"]) == sorted(kinds)
+    for row in results["rows"]:
+        peaks = zip(row["large"], row["tiny"], strict=True)
+        assert row["own"] == max(large["own"] - tiny["own"] for large, tiny in peaks)
+        assert all(rank["own"] > 50 for rank in row["large"])
+        assert row["large"][0]["workers"] > 0 or "workers" not in row["kind"]
+        assert row["kind"] in printed
+    assert [*tmp_path.iterdir()] == [tmp_path / "results.json"]
+
+
+def test_a_fit_that_needs_too_much_memory_falls_short():
+    used = {"kind": "Parquet, 2 readers", "own": 190.0, "workers": 0.0}
+    assert not data_memory.falls_short(used, 64)
+    assert data_memory.falls_short(used, 60)
+    assert not data_memory.falls_short({**used, "kind": "HDF5"}, 60)
+    assert data_memory.falls_short({**used, "kind": "HDF5", "workers": 201.0}, 64)
 
 
 @pytest.mark.nightly

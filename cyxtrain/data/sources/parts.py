@@ -12,6 +12,9 @@ import xxhash
 
 from cyxtrain.errors import ConfigError, counted
 
+_BYTES_AT_ONCE = 2 << 20
+_ROWS_AT_ONCE = 1 << 16  # of columns that are tiny in the file, because they repeat
+
 
 class Parts(NamedTuple):
     """Data that readers share: `read(reader, readers)` returns the samples of one of them, in each pass."""
@@ -116,8 +119,8 @@ def _row_groups(data: Any, name: str) -> Parts:
     names = [(str(getattr(each, "path", "")).split("/")[-2:], getattr(each, "row_groups", ())) for each in groups]
 
     def read(reader: int, readers: int) -> Iterator[Any]:
-        for group in groups[reader::readers]:
-            yield from _samples(group, data.schema)
+        for part in groups[reader::readers]:
+            yield from _samples(part, data.schema)
 
     return Parts(name, read, True, len(groups), "row group", _digest(names))
 
@@ -126,9 +129,26 @@ def _digest(value: Any) -> str:
     return xxhash.xxh3_64_hexdigest(str(value).encode())
 
 
-def _samples(group: Any, schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a row group, which is freed afterwards, as dictionaries by column."""
-    for batch in group.to_batches(schema=schema):
-        columns = [column.to_numpy(zero_copy_only=False) for column in batch.columns]
+def _samples(part: Any, schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a part as dictionaries by column."""
+    for batch in _batches(part, schema):
+        columns = [batch.column(name).to_numpy(zero_copy_only=False) for name in schema.names]
         for values in zip(*columns, strict=True):
-            yield dict(zip(batch.schema.names, values, strict=True))
+            yield dict(zip(schema.names, values, strict=True))
+
+
+def _batches(part: Any, schema: Any) -> Iterator[Any]:
+    """Yield the rows of a part in batches, which are freed afterwards: a few megabytes of a row group at once."""
+    groups = getattr(part, "row_groups", ())
+    # A scan decodes whole row groups. Only it adds columns that are in the names of folders, and converts types.
+    if not groups or not {*schema} <= {*part.physical_schema}:
+        yield from part.to_batches(schema=schema)
+        return
+    from pyarrow import parquet
+
+    [group] = groups
+    rows = min(group.num_rows * _BYTES_AT_ONCE // max(group.total_byte_size, 1), _ROWS_AT_ONCE)
+    buffer_size = max(_BYTES_AT_ONCE // max(len(schema), 1), 1 << 16)
+    with part.open() as opened:
+        file = parquet.ParquetFile(opened, metadata=part.metadata, buffer_size=buffer_size, pre_buffer=False)
+        yield from file.iter_batches(max(rows, 1), [group.id], schema.names)

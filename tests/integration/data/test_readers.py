@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,8 +28,8 @@ ROWS = sum(FILES)
 BATCH = 12
 INPUTS, TARGETS = make_rows(ROWS)
 FIT: dict[str, Any] = {"epochs": 2, "effective_batch_size": BATCH, "readers": 4, "verbose": False}
-STEPS = 6
-"""Of an epoch: reader 3 has 18 rows, and gives 3 to each."""
+STEPS = {4: 6, 8: 7}
+"""Of an epoch, by readers: reader 3 has 18 rows of 4 readers, and gives 3 to each; of 8 it has 13, and gives 2."""
 
 
 class Files:
@@ -102,24 +104,33 @@ def fit_files(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 @functools.cache
-def alone() -> dict[str, Any]:
+def alone(readers: int = 4) -> dict[str, Any]:
     with one_process():
-        return fit_files({})
+        return fit_files({"readers": readers})
 
 
 @pytest.mark.parametrize(
     ("world_size", "settings"),
-    [(1, {"accumulation_steps": 2}), (2, {}), by_night(2, {"accumulation_steps": 3}), by_night(3, {}), by_night(4, {})],
+    [
+        (1, {"accumulation_steps": 2}),
+        (2, {}),
+        by_night(2, {"accumulation_steps": 3}),
+        by_night(3, {}),
+        by_night(4, {}),
+        by_night(8, {"readers": 8}),
+    ],
 )
 def test_steps_have_the_same_rows_on_any_number_of_ranks_each_read_once(world_size, settings):
+    readers = settings.get("readers", 4)
+    expected = alone(readers)
     found = everywhere(world_size, fit_files, settings)
-    assert len(alone()["steps"]) == 2 * STEPS
-    assert of_all_ranks(found) == of_all_ranks([alone()])
+    assert len(expected["steps"]) == 2 * STEPS[readers]
+    assert of_all_ranks(found) == of_all_ranks([expected])
     assert sorted(row for each in found for row in each["read"]) == sorted(2 * [*range(ROWS)])
     assert len({each["bits"] for each in found}) == 1
     for each in found:
-        np.testing.assert_allclose(each["parameters"], alone()["parameters"], atol=1e-12)
-        np.testing.assert_allclose(each["history"]["loss"], alone()["history"]["loss"], atol=1e-12)
+        np.testing.assert_allclose(each["parameters"], expected["parameters"], atol=1e-12)
+        np.testing.assert_allclose(each["history"]["loss"], expected["history"]["loss"], atol=1e-12)
 
 
 def test_a_step_takes_its_rows_from_the_readers_in_turn():
@@ -142,7 +153,7 @@ def test_epochs_of_some_steps_continue_in_the_data():
     with one_process():
         whole = trained(Files(), epochs=1)["steps"]
         found = trained(Files(), epochs=4, steps_per_epoch=2)["steps"]
-    assert found[:STEPS] == whole
+    assert found[: STEPS[4]] == whole
     assert len(found) == 8
 
 
@@ -339,6 +350,68 @@ def test_a_stream_of_hugging_face_is_read_by_shards(world_size, monkeypatch):
     assert of_all_ranks(found) == of_all_ranks([expected])
     rows = [row for step in of_all_ranks(found) for row in step]
     assert sorted(rows) == sorted(2 * INPUTS[:, 0].double().tolist())
+
+
+class Tars:
+    """The rows of tar files, one for each of `FILES`, as WebDataset reads them; notes which were decoded."""
+
+    def __init__(self, folder: str, shuffles: bool) -> None:
+        self.urls = sorted(str(path) for path in Path(folder).glob("*.tar"))
+        self.shuffles = shuffles
+        self.read: list[int] = []
+
+    def noted(self, sample: dict[str, Any]) -> dict[str, Any]:
+        self.read.append(int(sample["__key__"]))
+        return sample
+
+    def __call__(self, reader: int, readers: int) -> Any:
+        webdataset: Any = importlib.import_module("webdataset")
+        # A reader has its own files: WebDataset must not deal them to ranks again.
+        order = 100 if self.shuffles else False
+        data = webdataset.WebDataset(self.urls[reader::readers], nodesplitter=None, shardshuffle=order)
+        if self.shuffles:
+            data = data.shuffle(5, seed=random.randrange(1 << 30))
+        return data.decode().map(self.noted).to_tuple("npy", "cls")
+
+
+def write_tars(folder: Path) -> str:
+    """Writes a tar file of each of `FILES`."""
+    webdataset: Any = importlib.import_module("webdataset")
+    ends = np.cumsum(FILES)
+    for file, rows in enumerate(FILES):
+        with webdataset.TarWriter(str(folder / f"{file}.tar")) as writer:
+            for row in range(int(ends[file]) - rows, int(ends[file])):
+                writer.write({"__key__": f"{row:03d}", "npy": INPUTS[row].numpy(), "cls": int(TARGETS[row])})
+    return str(folder)
+
+
+def fit_tars(tars: str, shuffles: bool, settings: dict[str, Any]) -> dict[str, Any]:
+    return trained(Tars(tars, shuffles), **settings)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("shuffles", [False, True])
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 4), (4, 1)])
+def test_tar_files_of_webdataset_are_decoded_once_and_resume_on_another_number_of_ranks(
+    before, after, shuffles, tmp_path
+):
+    pytest.importorskip("webdataset")
+    (tmp_path / "tars").mkdir()
+    tars = write_tars(tmp_path / "tars")
+    settings = {"checkpoint_every_n_steps": 2, "checkpoint_dir": str(tmp_path / "checkpoints")}
+    with one_process():
+        expected = trained(Tars(tars, shuffles) if shuffles else Files(noise=0.0))
+    through = everywhere(before, fit_tars, tars, shuffles, settings)
+    assert of_all_ranks(through) == of_all_ranks([expected])
+    assert sorted(row for each in through for row in each["read"]) == sorted(2 * [*range(ROWS)])
+    steps = of_all_ranks(through)
+    half = len(steps) // 2
+    assert (steps[:half] != steps[half:]) == shuffles
+    keep_only(tmp_path / "checkpoints", 8)
+    found = everywhere(after, fit_tars, tars, shuffles, {**settings, "resume": "auto"})
+    assert of_all_ranks(found) == steps[8:]
+    for each in [*through, *found]:
+        np.testing.assert_allclose(each["parameters"], expected["parameters"], atol=1e-12)
 
 
 @pytest.mark.nightly

@@ -147,16 +147,17 @@ def test_functions_of_reader_and_readers_are_data_in_parts():
 
 
 @pytest.mark.nightly
-def test_a_reader_of_parquet_has_one_row_group_in_memory_and_another_while_it_is_read(tmp_path):
+def test_a_reader_of_parquet_has_a_small_part_of_a_row_group_in_memory(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     dataset = pytest.importorskip("pyarrow.dataset")
-    rows, groups = 50_000, 10
-    values = np.random.default_rng(0).random(rows * groups)
-    table = pyarrow.table({"a": values, "b": values, "label": np.arange(rows * groups)})
+    rows, groups, width = 8192, 4, 1024
+    values = pyarrow.array(np.random.default_rng(0).random(rows * groups * width, dtype=np.float32))
+    features = pyarrow.FixedSizeListArray.from_arrays(values, width)
+    table = pyarrow.table({"a": features, "label": np.arange(rows * groups)})
     parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=rows)
     size = table.nbytes / groups
-    del table
+    del table, features, values
     parts = parts_of(dataset.dataset(str(tmp_path), format="parquet"), trains=True)
     assert parts is not None
     assert parts.number == groups
@@ -166,5 +167,33 @@ def test_a_reader_of_parquet_has_one_row_group_in_memory_and_another_while_it_is
     for sample in parts.read(1, 2):
         most = max(most, pyarrow.total_allocated_bytes() - before)
         labels.append(int(sample["label"]))
+        assert sample["a"].shape == (width,)
     assert labels == [row for group in range(1, groups, 2) for row in range(rows * group, rows * (group + 1))]
-    assert most <= 2.5 * size
+    assert most <= size / 2
+
+
+@pytest.mark.nightly
+def test_parquet_gives_columns_of_folders_converted_types_and_chosen_columns(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    dataset = pytest.importorskip("pyarrow.dataset")
+    for label in range(2):
+        folder = tmp_path / f"label={label}"
+        folder.mkdir()
+        kind = [pyarrow.int32(), pyarrow.int64()][label]
+        numbers = pyarrow.array([10 * label, 10 * label + 1], kind)
+        table = pyarrow.table({"text": ["a", "b"], "n": numbers, "x": [0.5, 1.5]})
+        parquet.write_table(table, folder / "rows.parquet")
+
+    def opened(*columns: Any) -> Parts:
+        schema = pyarrow.schema([("x", pyarrow.float64()), ("n", pyarrow.int64()), *columns])
+        data = dataset.dataset(str(tmp_path), schema, format="parquet", partitioning="hive")
+        parts = parts_of(data, trains=True)
+        assert parts is not None
+        return parts
+
+    of_file = [{"x": 0.5, "n": 10}, {"x": 1.5, "n": 11}]
+    assert [*opened().read(0, 1)] == [{"x": 0.5, "n": 0}, {"x": 1.5, "n": 1}, *of_file]
+    assert [*opened().read(1, 2)] == of_file
+    with_folders = opened(("label", pyarrow.int32())).read(0, 1)
+    assert [(sample["n"], sample["label"]) for sample in with_folders] == [(0, 0), (1, 0), (10, 1), (11, 1)]
