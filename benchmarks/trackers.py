@@ -1,6 +1,6 @@
 """What a tracker costs a fit: numbers after every step, for a service that discards them.
 
-    python benchmarks/trackers.py [--milliseconds 20 50] [--steps 150 450] [--pairs 10] [--floors] [--json results.json]
+    python benchmarks/trackers.py [--milliseconds 20] [--steps 150 450] [--pairs 10] [--floors] [--json results.json]
 
 One process trains the same MLP with a tracker and without, in turns. A batch has as many samples as a step of about so
 many milliseconds needs. The tracker sends rank 0's loss, accuracy and learning rate of each step; its methods do
@@ -112,7 +112,7 @@ def compare(milliseconds: float, lengths: list[int], pairs: int) -> list[dict[st
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--milliseconds", type=float, nargs="+", default=[20, 50], help="at least, of a step")
+    parser.add_argument("--milliseconds", type=float, nargs="+", default=[20], help="at least, of a step")
     parser.add_argument("--steps", type=int, nargs="+", default=[150, 450], help="of a fit")
     parser.add_argument("--pairs", type=int, default=10, help="fits of each; they take turns")
     parser.add_argument("--floors", action="store_true", help=f"fail if a ratio is above {CEILING}")
@@ -127,10 +127,8 @@ def main() -> int:
         medians = [statistics.median(row[way]) for way in WAYS]
         step = f"{1000 * medians[1] / row['steps']:.0f}"
         lower, median, upper = row["ratio"]
-        shown = [f"{seconds:.2f}" for seconds in medians]
-        table.add(
-            [step, str(row["batch_size"]), str(row["steps"]), *shown, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}"]
-        )
+        shown = [step, str(row["batch_size"]), str(row["steps"]), *(f"{seconds:.2f}" for seconds in medians)]
+        table.add([*shown, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}"])
     table.show()
     for row in rows:
         if "fit_seconds" in row and row["steps"] == given.steps[0]:

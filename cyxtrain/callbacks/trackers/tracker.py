@@ -34,8 +34,9 @@ class Tracker(Callback, abc.ABC):
     """Send the numbers of a fit to a service, from rank 0: the base class of `MLflow`, `WandB` and `Trackio`.
 
     For another service, derive a class with four methods: `start`, `log`, `artifact` and `finish`. A background thread
-    calls them one at a time, and again if they raise. Training does not wait for them, but a fit does: 5 s at most at
-    its start, and 10 s at its end. A resumed fit continues its run and sends each point once. See docs/trackers.md.
+    calls them one at a time, and again if they raise. Training does not wait for them, but a fit does: for the first
+    one, if it imports a library, before a checkpoint, and before a fork, 5 s at most; at its end, 10 s at most. A
+    resumed fit continues its run and sends each point once. See docs/trackers.md.
 
     Args:
         parameters: Your own settings, by name, shown with the fit's; if they change, a new run begins.
