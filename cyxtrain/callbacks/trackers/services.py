@@ -29,7 +29,6 @@ _LONGEST_VALUE = 500
 class _Installed(Tracker):
     """A tracker whose library must be installed."""
 
-    _library: ClassVar[str]
     _active: ClassVar[Any]
     """A function of the library that returns the active run, if there is one."""
     _id_name: ClassVar[str]
@@ -43,9 +42,6 @@ class _Installed(Tracker):
         self.project = project
         self.name = name
         self._run: Any = None
-
-    def _must_import(self) -> bool:
-        return self._library not in sys.modules
 
     def _active_run(self) -> str:
         # An active run may belong to the thread that asks: here, the user's.

@@ -6,10 +6,11 @@ import abc
 import dataclasses
 import importlib.util
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.trackers.background_sender import BackgroundSender, Point, new_run, read_run, wait_for_late
@@ -51,6 +52,8 @@ class Tracker(Callback, abc.ABC):
     """
 
     runs_last = True
+    _library: ClassVar[str] = ""
+    """What the thread imports first; "": nothing."""
 
     def __init__(
         self,
@@ -103,10 +106,6 @@ class Tracker(Callback, abc.ABC):
         """Return the id of a run that the user began, which is used and left open; "": there is none."""
         return ""
 
-    def _must_import(self) -> bool:
-        """Return whether the thread will import a library; the first step, which imports others, waits for that."""
-        return False
-
     def on_fit_start(self, resumed: bool) -> None:
         """Continue the run of the checkpoint, or of the trainer's fit before; otherwise begin one."""
         if not self.trainer.is_master():
@@ -123,9 +122,10 @@ class Tracker(Callback, abc.ABC):
             run["status"] = self._status
         self._last = run["sent"] | {name: step for name, step, *_ in run["waiting"]}
         self._sender = BackgroundSender(self, run, self._path(run["key"]))
-        must_import = self._must_import()
+        must_import = self._library not in sys.modules
         self._sender.begin(seconds_left)
-        if must_import:
+        if self._library and must_import:
+            # The first step imports others, which two threads must not do at once.
             self._sender.wait_for_first_call()
         # The first mean begins here.
         system_load()
