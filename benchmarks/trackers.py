@@ -1,16 +1,18 @@
 """What a tracker costs a fit: numbers after every step, for a service that discards them.
 
-    python benchmarks/trackers.py [--milliseconds 20 50] [--steps 150] [--pairs 10] [--floors] [--json results.json]
+    python benchmarks/trackers.py [--milliseconds 20] [--steps 150 450] [--pairs 10] [--floors] [--json results.json]
 
 One process trains the same MLP with a tracker and without, in turns. A batch has as many samples as a step of about so
 many milliseconds needs. The tracker sends rank 0's loss, accuracy and learning rate of each step; its methods do
 nothing, because a real service on the same cores would cost more than the callback. The ratio is the median over pairs
-of the seconds of whole fits, with their start and end.
+of the seconds of whole fits, with their start and end. Two lengths of fits tell apart what each fit costs, and each
+step.
 """
 
 from __future__ import annotations
 
 import argparse
+import operator
 import statistics
 import sys
 import tempfile
@@ -89,33 +91,51 @@ def batch_size_for(milliseconds: float) -> int:
         size *= 2
 
 
-def compare(milliseconds: float, steps: int, pairs: int) -> dict[str, Any]:
-    """Returns the seconds of both ways by pair, and the quartiles of their ratios."""
+def compare(milliseconds: float, lengths: list[int], pairs: int) -> list[dict[str, Any]]:
+    """Returns for each number of steps the seconds of both ways by pair, and the quartiles of their ratios.
+
+    With several, also what a fit costs, and each of its steps, in seconds: a line through the medians of differences.
+    """
     size = batch_size_for(milliseconds)
-    found = take_turns(WAYS, pairs, lambda way: run(way, size, steps))
-    ratio = paired_quartiles(found["tracker"], found["none"])
-    return {"milliseconds": milliseconds, "batch_size": size, "steps": steps, **found, "ratio": ratio}
+    rows = []
+    costs = []
+    for steps in lengths:
+        found = take_turns(WAYS, pairs, lambda way, steps=steps: run(way, size, steps))
+        ratio = paired_quartiles(found["tracker"], found["none"])
+        rows.append({"milliseconds": milliseconds, "batch_size": size, "steps": steps, **found, "ratio": ratio})
+        costs.append(statistics.median(map(operator.sub, found["tracker"], found["none"])))
+    if len(lengths) > 1:
+        line = statistics.linear_regression(lengths, costs)
+        rows = [{**row, "fit_seconds": line.intercept, "step_seconds": line.slope} for row in rows]
+    return rows
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--milliseconds", type=float, nargs="+", default=[20, 50], help="at least, of a step")
-    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--milliseconds", type=float, nargs="+", default=[20], help="at least, of a step")
+    parser.add_argument("--steps", type=int, nargs="+", default=[150, 450], help="of a fit")
     parser.add_argument("--pairs", type=int, default=10, help="fits of each; they take turns")
     parser.add_argument("--floors", action="store_true", help=f"fail if a ratio is above {CEILING}")
     parser.add_argument("--json", type=Path, help="where the figures go")
     given = parser.parse_args()
     torch.set_num_threads(1)
     with cx.init(cx.DistributedConfig(rank=0, world_size=1)):
-        rows = [compare(milliseconds, given.steps, given.pairs) for milliseconds in given.milliseconds]
-    table = Table("a point per step", ["step, ms", "batch", "with, s", "without, s", "with / without", "quartiles"])
+        rows = [row for each in given.milliseconds for row in compare(each, given.steps, given.pairs)]
+    columns = ["step, ms", "batch", "steps", "with, s", "without, s", "with / without", "quartiles"]
+    table = Table("a point per step", columns)
     for row in rows:
         medians = [statistics.median(row[way]) for way in WAYS]
         step = f"{1000 * medians[1] / row['steps']:.0f}"
         lower, median, upper = row["ratio"]
-        shown = [f"{seconds:.2f}" for seconds in medians]
-        table.add([step, str(row["batch_size"]), *shown, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}"])
+        shown = [step, str(row["batch_size"]), str(row["steps"]), *(f"{seconds:.2f}" for seconds in medians)]
+        table.add([*shown, f"{median:.3f}", f"{lower:.3f}-{upper:.3f}"])
     table.show()
+    for row in rows:
+        if "fit_seconds" in row and row["steps"] == given.steps[0]:
+            print(
+                f"batch {row['batch_size']}: {1000 * row['fit_seconds']:.0f} ms a fit, and "
+                f"{1000 * row['step_seconds']:.2f} ms a step"
+            )
     save_results(given.json, rows)
     return int(given.floors and any(row["ratio"][1] > CEILING for row in rows))
 

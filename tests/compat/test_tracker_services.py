@@ -6,6 +6,9 @@ import contextlib
 import os
 import signal
 import sqlite3
+import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from rank_processes import run_ranks, values
 import cyxtrain as cx
 from cyxtrain.callbacks import MLflow, Tracker, Trackio, WandB
 from cyxtrain.callbacks.trackers import background_sender
+from cyxtrain.callbacks.trackers.background_sender import Point
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.nightly]
 STEPS = [5, 10, 15]
@@ -110,6 +114,33 @@ def fit_before_the_store_is_made(folder: str, store: str) -> None:
         join_late_threads()
 
 
+def fit_until_the_store_is_half_made(folder: str, store: str) -> None:
+    """Fit, and be killed while MLflow makes the tables."""
+    os.environ["MLFLOW_TRACKING_URI"] = store
+    os.chdir(folder)
+    tempfile.tempdir = folder
+
+    def kill() -> None:
+        while not any(map(is_half_made, Path(folder).rglob("*.db"))):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    with cx.init():
+        fit(MLflow("own"))
+        join_late_threads()
+
+
+def is_half_made(store: Path) -> bool:
+    """Return whether MLflow is in the middle of a step that makes tables."""
+    with (
+        contextlib.suppress(sqlite3.Error),
+        contextlib.closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as base,
+    ):
+        return bool(base.execute("select name from sqlite_master where name='datasets'").fetchall())
+    return False
+
+
 def fit_and_be_killed(folder: str, store: str, step: int) -> None:
     """Fit until a step, after which all is sent; a `step` of 0 is never reached."""
     os.environ["MLFLOW_TRACKING_URI"] = store
@@ -137,6 +168,46 @@ def test_mlflow_gets_all_of_a_fit_that_is_shorter_than_a_new_store_takes_and_clo
         assert [step for (step,) in base.execute(curve, ("step/loss", found[1][0]))] == [*range(1, 9)]
         names = {name for (name,) in base.execute("select key from params where run_uuid=?", found[0][:1])}
         assert {"optimizer", "data_hash", "version/torch"} <= names
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the signal is POSIX's")
+@pytest.mark.timeout(300)
+def test_a_fit_that_is_killed_while_mlflow_makes_its_store_leaves_none_or_a_whole_one(tmp_path):
+    pytest.importorskip("mlflow")
+    store = tmp_path / "mlflow.db"
+    [killed] = run_ranks(1, fit_until_the_store_is_half_made, str(tmp_path), f"sqlite:///{store}", seconds=100)
+    assert killed.kind == "Killed"
+    assert not store.exists()
+    values(run_ranks(1, fit_and_be_killed, str(tmp_path), f"sqlite:///{store}", 0, seconds=200))
+    with contextlib.closing(sqlite3.connect(store)) as base:
+        runs = base.execute("select run_uuid, status from runs order by start_time").fetchall()
+        assert {status for _, status in runs} <= {"KILLED", "FINISHED"}
+        curve = "select step from metrics where key='loss' and run_uuid=? order by step"
+        assert [step for (step,) in base.execute(curve, runs[-1][:1])] == STEPS
+
+
+@pytest.mark.parametrize("name", ["MLflow", "WandB", "Trackio"])
+def test_a_service_takes_odd_names_and_values(name, tmp_path):
+    """What a service refuses would be sent again and again, and keep all later points back."""
+    pytest.importorskip(name.lower())
+    values(run_ranks(1, send_odd_points, str(tmp_path), name, seconds=100))
+
+
+def send_odd_points(folder: str, name: str) -> None:
+    """Send names and values that a fit may have, without an error."""
+    os.chdir(folder)
+    os.environ.update(MLFLOW_TRACKING_URI=f"sqlite:///{folder}/mlflow.db", WANDB_MODE="offline", WANDB_DIR=folder)
+    os.environ.update(TRACKIO_DIR=f"{folder}/trackio", HF_HUB_OFFLINE="1")
+    tracker: Any = getattr(cx.callbacks, name)("own")
+    settings = {"a(b)": "", "long": "x" * 1000, "größe": "ß\n", **{f"layer {number}": "1" for number in range(150)}}
+    run_id = tracker.start("", settings)
+    names = ["x[y]=z", "step", "time", "größe", "a/b c"]
+    values = [1e-300, float("nan"), float("inf"), -float("inf"), 0.5]
+    tracker.log([Point(each, step, value, time.time()) for step, value in enumerate(values) for each in names])
+    tracker.finish("FINISHED")
+    assert tracker.start(run_id, settings | {"later": "1"}) == run_id
+    tracker.log([Point(each, len(values), 0.5, time.time()) for each in names])
+    tracker.finish("FINISHED")
 
 
 @pytest.mark.timeout(300)

@@ -115,11 +115,16 @@ def test_an_epoch_of_a_file_is_compared_with_a_loop(tmp_path):
 
 @pytest.mark.nightly
 def test_fits_with_a_tracker_are_compared_with_fits_without(tmp_path):
-    printed, results = run_benchmark("trackers.py", tmp_path, "--milliseconds", "0.1", "--steps", "20", "--pairs", "2")
-    [row] = results["rows"]
-    ratios = [tracker / none for tracker, none in zip(row["tracker"], row["none"], strict=True)]
-    assert row["ratio"][1] == pytest.approx(sum(ratios) / 2)
-    assert f"{row['ratio'][1]:.3f}" in printed
+    printed, results = run_benchmark(
+        "trackers.py", tmp_path, "--milliseconds", "0.1", "--steps", "20", "40", "--pairs", "2"
+    )
+    assert [row["steps"] for row in results["rows"]] == [20, 40]
+    for row in results["rows"]:
+        pairs = [*zip(row["tracker"], row["none"], strict=True)]
+        assert row["ratio"][1] == pytest.approx(sum(tracker / none for tracker, none in pairs) / 2)
+        assert f"{row['ratio'][1]:.3f}" in printed
+        cost = sum(tracker - none for tracker, none in pairs) / 2
+        assert row["fit_seconds"] + row["steps"] * row["step_seconds"] == pytest.approx(cost)
 
 
 @pytest.mark.nightly

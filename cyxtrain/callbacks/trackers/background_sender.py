@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -49,20 +52,29 @@ class BackgroundSender:
         self.num_dropped = 0
         self._tracker = tracker
         self._path = path
+        self._pattern = f"{type(tracker).__name__}-*.json"
         self._condition = threading.Condition()
         self._writing = threading.Lock()
         self._queue = deque(Point(*each) for each in run["waiting"])
         self._sending: list[Point] = []
         self._files: dict[str, Path] = {}
         self._status = status
+        self._is_of_this_fit = not status
+        self._until = 0.0
         self._has_tried = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"cyxtrain {type(tracker).__name__}", daemon=True)
 
     def begin(self, seconds: float) -> None:
-        """Start the thread, and wait so long for its first call."""
+        """Start the thread, whose first call `wait_for_first_call` waits for, so many seconds from now at most."""
+        self._until = time.monotonic() + seconds
+        _begun.add(self)
         self._thread.start()
-        # By then a library has usually been imported: a loader forks no worker in the middle of it.
-        self._has_tried.wait(seconds)
+
+    def wait_for_first_call(self) -> None:
+        """Wait until the first call has returned: usually, the library is imported, and the run has its id."""
+        # The library itself may fork.
+        if threading.current_thread() is not self._thread:
+            self._has_tried.wait(self._until - time.monotonic())
 
     def add(self, points: Sequence[Point]) -> None:
         """Queue points."""
@@ -98,13 +110,13 @@ class BackgroundSender:
 
     def _run(self) -> None:
         with contextlib.ExitStack() as stack:
-            # A process that was killed has left its own.
-            self._attempt(_is_in_use, self._path)
+            # Processes that were killed have left theirs.
+            self._attempt(_is_in_use, self._path.with_name(self._pattern))
             # Locked while it is there, so that other fits leave the run alone.
             self._attempt(stack.enter_context, temporary_file(self._path, _FILE))
-            if self.run["status"] and not self._status:
+            if self.run["status"] and self._is_of_this_fit:
                 self._attempt(self._finish_earlier_runs)
-            if self.run["unseen"] and not self._status:
+            if self.run["unseen"] and self._is_of_this_fit:
                 self.run["unseen"] = git_state() | self.run["unseen"]
             if self._repeat(self._start):
                 self._send()
@@ -113,7 +125,7 @@ class BackgroundSender:
         """Send what waits of runs whose processes are gone, and finish them."""
         own = self.run
         until = time.monotonic() + START_SECONDS
-        for path in self._path.parent.glob(f"{type(self._tracker).__name__}-*.json"):
+        for path in self._path.parent.glob(self._pattern):
             run = new_run() | read_run(path)
             # A run without an id begins only now, under this tracker's name.
             is_alike = run["project"] == own["project"] and (run["run_id"] or run["name"] == own["name"])
@@ -190,6 +202,19 @@ class BackgroundSender:
     def _replace_file(self) -> None:
         with replacing(self._path, _FILE, synchronizes=False) as file:
             file.write(json.dumps(self.state()).encode())
+
+
+_begun: weakref.WeakSet[BackgroundSender] = weakref.WeakSet()
+
+
+def _wait_before_fork() -> None:
+    # In the middle of an import, a loader's worker would wait for its lock forever.
+    for each in [*_begun]:
+        each.wait_for_first_call()
+
+
+if sys.platform != "win32":
+    os.register_at_fork(before=_wait_before_fork, after_in_child=_begun.clear)
 
 
 def wait_for_late(tracker: Any) -> float:

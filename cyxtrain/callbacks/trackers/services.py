@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import itertools
 import operator
+import os
 import re
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
 from cyxtrain.callbacks.trackers.background_sender import Point
 from cyxtrain.callbacks.trackers.tracker import Tracker
+from cyxtrain.checkpoint.files import temporary_file
 from cyxtrain.config.settings import require
 from cyxtrain.environment.process_env import ENVIRON
 
@@ -25,7 +29,6 @@ _LONGEST_VALUE = 500
 class _Installed(Tracker):
     """A tracker whose library must be installed."""
 
-    _library: ClassVar[str]
     _active: ClassVar[Any]
     """A function of the library that returns the active run, if there is one."""
     _id_name: ClassVar[str]
@@ -77,6 +80,7 @@ class MLflow(_Installed):
     def start(self, run_id: str, settings: Mapping[str, str]) -> str:
         import mlflow
 
+        _make_sqlite_store(mlflow.get_tracking_uri())
         client = mlflow.MlflowClient()
         if self._run is None and run_id and run_id == ENVIRON.get("MLFLOW_RUN_ID"):
             self._run = client.get_run(run_id)
@@ -88,18 +92,17 @@ class MLflow(_Installed):
             # An earlier run keeps its name.
             name = None if run_id else self.name
             self._run = mlflow.start_run(run_id or None, experiment_id, name)
+        shown = {_accepted_name(name): value[:_LONGEST_VALUE] for name, value in settings.items()}
         # MLflow refuses to change those that a run has.
-        new = settings.keys() - client.get_run(self._id()).data.params
-        params = [mlflow.entities.Param(name, settings[name][:_LONGEST_VALUE]) for name in new]
-        client.log_batch(self._id(), params=params)
+        new = shown.keys() - client.get_run(self._id()).data.params
+        client.log_batch(self._id(), params=[mlflow.entities.Param(name, shown[name]) for name in new])
         return self._id()
 
     def log(self, points: list[Point]) -> None:
         import mlflow
 
         metrics = [
-            # MLflow refuses other characters.
-            mlflow.entities.Metric(re.sub(r"[^\w\-./ :]", "_", name), value, round(1000 * seconds), step)
+            mlflow.entities.Metric(_accepted_name(name), value, round(1000 * seconds), step)
             for name, step, value, seconds in points
         ]
         mlflow.MlflowClient().log_batch(self._id(), metrics=metrics)
@@ -114,6 +117,34 @@ class MLflow(_Installed):
 
         mlflow.end_run(status)
         self._run = None
+
+
+def _accepted_name(name: str) -> str:
+    """Return a name without the characters that MLflow refuses."""
+    return re.sub(r"[^\w\-./ :]", "_", name)
+
+
+def _make_sqlite_store(uri: str) -> None:
+    """Make a new SQLite file of MLflow's elsewhere, and put it in place when it is complete.
+
+    MLflow makes its tables in some seventy steps, which takes ten seconds and more, and can use no file that a killed
+    process has left in the middle of them.
+    """
+    import mlflow
+
+    store = Path(uri.removeprefix("sqlite:///"))
+    is_file = uri.startswith("sqlite:///") and ":memory:" not in uri and "?" not in uri
+    if not is_file or store.exists():
+        return
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        made = Path(folder, store.name)
+        mlflow.MlflowClient(f"sqlite:///{made.as_posix()}").search_experiments()
+        with temporary_file(store, f"MLflow's store {store}") as (file, temporary):
+            file.write(made.read_bytes())
+            file.flush()
+            # Another process has made it meanwhile; or the disk knows no links, and MLflow makes the tables there.
+            with contextlib.suppress(OSError):
+                os.link(temporary, store)
 
 
 class WandB(_Installed):

@@ -6,10 +6,11 @@ import abc
 import dataclasses
 import importlib.util
 import secrets
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cyxtrain.callbacks.callback import Callback, Logs
 from cyxtrain.callbacks.trackers.background_sender import BackgroundSender, Point, new_run, read_run, wait_for_late
@@ -34,8 +35,9 @@ class Tracker(Callback, abc.ABC):
     """Send the numbers of a fit to a service, from rank 0: the base class of `MLflow`, `WandB` and `Trackio`.
 
     For another service, derive a class with four methods: `start`, `log`, `artifact` and `finish`. A background thread
-    calls them one at a time, and again if they raise. Training does not wait for them, but a fit does: 5 s at most at
-    its start, and 10 s at its end. A resumed fit continues its run and sends each point once. See docs/trackers.md.
+    calls them one at a time, and again if they raise. Training does not wait for them, but a fit does: for the first
+    one, if it imports a library, before a checkpoint, and before a fork, 5 s at most; at its end, 10 s at most. A
+    resumed fit continues its run and sends each point once. See docs/trackers.md.
 
     Args:
         parameters: Your own settings, by name, shown with the fit's; if they change, a new run begins.
@@ -50,6 +52,8 @@ class Tracker(Callback, abc.ABC):
     """
 
     runs_last = True
+    _library: ClassVar[str] = ""
+    """What the thread imports first; "": nothing."""
 
     def __init__(
         self,
@@ -118,8 +122,11 @@ class Tracker(Callback, abc.ABC):
             run["status"] = self._status
         self._last = run["sent"] | {name: step for name, step, *_ in run["waiting"]}
         self._sender = BackgroundSender(self, run, self._path(run["key"]))
+        must_import = self._library not in sys.modules
         self._sender.begin(seconds_left)
-        self._warn_of_problem()
+        if self._library and must_import:
+            # The first step imports others, which two threads must not do at once.
+            self._sender.wait_for_first_call()
         # The first mean begins here.
         system_load()
         self._load_is_due = time.time() + _LOAD_SECONDS
@@ -131,7 +138,11 @@ class Tracker(Callback, abc.ABC):
         run = {"settings": deciding, **self._known}
         if resumed or self.trainer.step:
             run |= read_run(self._path(run["key"]))
-        if run["key"] and self._continues(run, deciding, active):
+        newest = run["checkpoint_step"]
+        if not resumed:
+            # This object may have followed another trainer.
+            newest = max([newest, *self._last.values()])
+        if run["key"] and self._continues(run, deciding, active, newest):
             run["waiting"] = self._waiting_points(run)
         else:
             run = new_run(secrets.token_hex(8), active) | {"settings": deciding, "unseen": settings}
@@ -146,8 +157,8 @@ class Tracker(Callback, abc.ABC):
     def _path(self, key: str) -> Path:
         return Path(local_path("folder", self.folder)).absolute() / f"{type(self).__name__}-{key}.json"
 
-    def _continues(self, run: dict[str, Any], deciding: dict[str, str], active: str) -> bool:
-        """Return whether the fit continues a run; warn if not."""
+    def _continues(self, run: dict[str, Any], deciding: dict[str, str], active: str, newest: int) -> bool:
+        """Return whether the fit continues a run, which has come to step `newest`; warn if not."""
         step = self.trainer.step
         changed = [name for name in deciding | run["settings"] if deciding.get(name) != run["settings"].get(name)]
         why = ""
@@ -155,8 +166,8 @@ class Tracker(Callback, abc.ABC):
             return False
         if changed:
             why = f"{', '.join(changed)} changed"
-        elif step < run["checkpoint_step"]:
-            why = f"it resumes from step {step:,}, and the run has a checkpoint of step {run['checkpoint_step']:,}"
+        elif step < newest:
+            why = f"it starts at step {step:,}, and the run is at step {newest:,}"
         elif active not in ("", run["run_id"]):
             why = f"the run {active} is active"
         if why:
@@ -187,7 +198,6 @@ class Tracker(Callback, abc.ABC):
     def on_epoch_end(self, epoch: int, logs: Logs | None = None) -> None:
         usage = {f"system/{name}": value for name, value in self.trainer.device_usage.items()}
         self._add({**(logs or {}), "samples_per_second": self.trainer.history.samples_per_second, **usage})
-        self._warn_of_problem()
 
     def _add(self, numbers: Mapping[str, float]) -> None:
         """Queue numbers of the latest step, and the system's load now and then, except those that the run has."""
@@ -200,6 +210,7 @@ class Tracker(Callback, abc.ABC):
             new = [name for name in numbers if step > self._last.get(name, -1)]
             self._last |= dict.fromkeys(new, step)
             self._sender.add([Point(name, step, float(numbers[name]), now) for name in new])
+            self._warn_of_problem()
 
     def on_checkpoint(self, path: Path) -> None:
         if self._sender is not None:
@@ -249,7 +260,11 @@ class Tracker(Callback, abc.ABC):
             warn(f"{type(self).__name__}: {self._sender.problem}. Training continues; failed calls are repeated.")
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._known) if self._sender is None else self._sender.state()
+        if self._sender is None:
+            return dict(self._known)
+        # A checkpoint has the run's id.
+        self._sender.wait_for_first_call()
+        return self._sender.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._known = {**self._known, **state}

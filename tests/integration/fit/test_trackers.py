@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import io
+import multiprocessing
 import os
 import shutil
 import signal
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from refusals import refuses, warning_texts
 import cyxtrain as cx
 from cyxtrain.callbacks import MLflow, Tracker
 from cyxtrain.callbacks.trackers import background_sender, run_info, tracker
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 posix = pytest.mark.skipif(os.name == "nt", reason="the signal is POSIX's")
@@ -90,9 +93,11 @@ def test_a_killed_fit_that_resumes_gives_the_curves_of_the_undisturbed_one(place
     assert [*tmp_path.glob("trackers/.*")] == []
 
 
+@nightly_where(lambda place: place[0] == "start")
 @posix
-def test_a_fit_that_is_terminated_ends_as_killed_and_goes_on_in_the_same_run(undisturbed, tmp_path):
-    stopped = run_ranks(2, fit_in_a_world, str(tmp_path), "batch", 7, signal.SIGTERM)
+@pytest.mark.parametrize("place", [("batch", 7), ("start", 0)], ids=str)
+def test_a_fit_that_is_terminated_ends_as_killed_and_goes_on_in_the_same_run(place, undisturbed, tmp_path):
+    stopped = run_ranks(2, fit_in_a_world, str(tmp_path), *place, signal.SIGTERM)
     assert [each.kind for each in stopped] == ["SystemExit"] * 2
     run_new_world(2, fit_in_folder, str(tmp_path))
     assert curves(f"{tmp_path}/calls") == undisturbed
@@ -125,10 +130,20 @@ def test_fitting_again_continues_the_run_and_new_settings_begin_one(alone, tmp_p
     assert third["clip_norm"] == "1.0"
 
 
+def test_another_trainer_begins_a_new_run(alone, tmp_path):
+    tracker = FileTracker(f"{tmp_path}/calls")
+    fit(tracker)
+    other = fit(epochs=1)
+    with pytest.warns(UserWarning, match="it starts at step 5, and the run is at step 15"):
+        other.fit(*make_rows(40), epochs=1, effective_batch_size=8, verbose=False, callbacks=tracker)
+    assert of_kind(tracker.file, "start") == ["run 1", "run 2"]
+    assert [step for step, _ in curves(tracker.file)["loss"]] == [5, 10, 15, 10]
+
+
 def test_an_earlier_checkpoint_begins_a_new_run(alone, tmp_path):
     kept = {"checkpoint_dir": f"{tmp_path}/kept", "checkpoint_every_n_epochs": 1}
     fit(FileTracker(f"{tmp_path}/calls"), **kept)
-    with pytest.warns(UserWarning, match="resumes from step 5, and the run has a checkpoint of step 15"):
+    with pytest.warns(UserWarning, match="it starts at step 5, and the run is at step 15"):
         fit(FileTracker(f"{tmp_path}/calls"), resume=f"{tmp_path}/kept/epoch-0001.ckpt")
     assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 2"]
     assert [step for step, _ in curves(f"{tmp_path}/calls")["loss"]] == [5, 10, 15, 10, 15]
@@ -176,6 +191,8 @@ def test_a_fit_that_the_launcher_restarts_goes_on_in_the_same_run(undisturbed, t
 def test_a_killed_run_that_nobody_resumes_is_finished_by_the_next_fit_in_its_folder(alone, tmp_path):
     run_ranks(1, fit_in_a_world, str(tmp_path), "batch", 3, signal.SIGKILL, True)
     assert len([*tmp_path.glob("trackers/.*")]) == 1
+    # Of a process that was killed before it wrote what it knows of its run.
+    (tmp_path / "trackers" / ".FileTracker-0123.json.4567.cyxtrain-tmp").touch()
     fit(FileTracker(f"{tmp_path}/calls"))
     assert of_kind(f"{tmp_path}/calls", "start") == ["run 1", "run 1", "run 3"]
     assert of_kind(f"{tmp_path}/calls", "finish") == ["KILLED", "FINISHED"]
@@ -255,13 +272,51 @@ def short_waits(monkeypatch):
     monkeypatch.setattr(background_sender, "END_SECONDS", 0.3)
 
 
-def fit_beside(tracker: Tracker, **more: Any) -> list[str]:
+def fit_beside(*callbacks: cx.callbacks.Callback, **more: Any) -> list[str]:
     """Fit, and return the warnings; it must not wait for the tracker."""
     began = time.monotonic()
     with warning_texts() as texts:
-        fit(tracker, **more)
+        fit(*callbacks, **more)
     assert time.monotonic() - began < 5
     return [text for text in texts if "Tracker" in text]
+
+
+def opens(gate: threading.Event) -> Callable[[int, Any], None]:
+    return lambda epoch, logs: gate.set()
+
+
+def test_training_begins_before_the_service_answers(alone, tmp_path):
+    gate = threading.Event()
+    fit_beside(FileTracker(f"{tmp_path}/calls", ("start", gate)), cx.callbacks.LambdaCallback(on_epoch_end=opens(gate)))
+    assert of_kind(f"{tmp_path}/calls", "finish") == ["FINISHED"]
+    assert [step for step, _ in curves(f"{tmp_path}/calls")["loss"]] == [5, 10, 15]
+
+
+def test_a_checkpoint_waits_for_the_runs_id(alone, tmp_path):
+    gate = threading.Event()
+    threading.Timer(0.3, gate.set).start()
+    tracker = FileTracker(f"{tmp_path}/calls", ("start", gate))
+    fit(tracker, checkpoint_dir=f"{tmp_path}/kept", checkpoint_every_n_steps=1)
+    kept = [read_checkpoint(path).others["callbacks"]["FileTracker"] for path in tmp_path.glob("kept/*.ckpt")]
+    assert len(kept) >= 15
+    assert {state["run_id"] for state in kept} == {"run 1"}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_process_is_forked_when_the_first_call_has_returned(alone, tmp_path):
+    gate = threading.Event()
+    threading.Timer(0.3, gate.set).start()
+    found = []
+
+    def fork(epoch: int, logs: Any) -> None:
+        process = multiprocessing.get_context("fork").Process(target=int)
+        process.start()
+        found.append(gate.is_set())
+        process.join()
+
+    fit(FileTracker(f"{tmp_path}/calls", ("start", gate)), cx.callbacks.LambdaCallback(on_epoch_begin=fork))
+    assert found == [True] * 3
 
 
 @pytest.mark.parametrize("kind", ["start", "log", "finish"])
