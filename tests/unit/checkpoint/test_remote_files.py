@@ -146,7 +146,7 @@ def test_small_files_are_written_whole_or_only_if_there_is_none(url, tmp_path):
     assert create_remote(f"{url}/b", b"3")
     write_remote(f"{url}/a", b"4")
     assert {name: read_text_of(f"{url}/{name}") for name in list_files(url)} == {"a": "4", "b": "3"}
-    with pytest.raises(cx.CheckpointError, match="it has 1 bytes, and it may have 0. Use another file"):
+    with pytest.raises(cx.CheckpointError, match=r"it has 1 bytes, and it may have 0\. Use another file"):
         read_text_of(f"{url}/a", 0)
     for name in ("a", "b"):
         remove_remote(f"{url}/{name}")
@@ -188,9 +188,9 @@ def test_a_file_that_could_not_be_written_is_told_and_tried_again_at_the_end(tmp
     file = BackgroundFile(url)
     Shelf.before = staticmethod(dying(-1))
     file.write(b"1")
-    with pytest.raises(cx.CheckpointError, match="Cannot write shelf://.*the store is gone"):
+    with pytest.raises(cx.CheckpointError, match=r"Cannot write shelf://.*the store is gone"):
         file.finish()
-    with pytest.raises(cx.CheckpointError, match="Cannot write shelf://.*the store is gone"):
+    with pytest.raises(cx.CheckpointError, match=r"Cannot write shelf://.*the store is gone"):
         file.write(b"2")
     Shelf.before = staticmethod(nothing)
     file.finish()
