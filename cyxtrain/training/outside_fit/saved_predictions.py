@@ -169,7 +169,6 @@ class _Part:
         size = math.prod(shape)
         shard, first = self._places[run]
         if self._open_shard != shard:
-            self._open_values = None  # before the next one needs memory
             self._open_values = _opened(file_of(self._folder, shard, self._number)).reshape(-1)
             self._open_shard = shard
         first += (row - self.ends[run] + count) * size
