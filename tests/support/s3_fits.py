@@ -126,14 +126,16 @@ def upload_large(url: str, endpoint: str, folder: str) -> tuple[int, bool]:
 
 
 def fit_into(url: str, endpoint: str, staging: str) -> Any:
-    """Fit in a world; return the error's class and message, and the seconds that it took."""
+    """Fit in a world; return the error's class, message and traceback, and the seconds that it took."""
     import time
+    import traceback
 
     began = time.monotonic()
     try:
         fit_in_a_world(url, endpoint, staging, {})
     except cx.CyxtrainError as error:
-        return type(error).__name__, str(error), time.monotonic() - began
+        shown = "".join(traceback.format_exception(error))
+        return type(error).__name__, str(error), shown, time.monotonic() - began
     return None
 
 
