@@ -409,7 +409,7 @@ class Callbacks:
             if callback not in self._unwritten:
                 self._unwritten.append(callback)
                 path = os.fsdecode(getattr(callback, callback.writes_to))
-                reason = reason_of(error.__cause__ or error)
+                reason = reason_of(error.__cause__ or error).rstrip(".")
                 warn(f"{type(callback).__name__} cannot write {path}: {reason}. Training continues.")
 
     def state_dict(self) -> dict[str, Any]:

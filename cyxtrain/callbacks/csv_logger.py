@@ -9,19 +9,23 @@ from pathlib import Path
 from typing import Any
 
 from cyxtrain.callbacks.callback import Callback, Logs
+from cyxtrain.checkpoint.background_file import BackgroundFile
 from cyxtrain.checkpoint.files import replacing
+from cyxtrain.checkpoint.remote_files import read_text_of, require_reachable
 from cyxtrain.config.settings import require, require_boolean
-from cyxtrain.environment.regular_files import local_path, read_text
-from cyxtrain.errors import ConfigError, reason_of
+from cyxtrain.environment.regular_files import path_or_url, url_of
+from cyxtrain.errors import CheckpointError, ConfigError, reason_of
 
 
 class CSVLogger(Callback):
     """Write a line per epoch to a CSV file, on rank 0; Keras's arguments.
 
-    A resumed fit continues the file: lines of epochs after the checkpoint are removed.
+    A resumed fit continues the file: lines of epochs after the checkpoint are removed. A file in a store is uploaded
+    whole after each line, in the background. If the store does not answer, one warning says so, and training continues;
+    the end of the fit tries again, and waits 10 seconds at most.
 
     Args:
-        filename: Path of the file; its folder is created.
+        filename: Path of the file, whose folder is created, or its URL.
         separator: The character between cells.
         append: Keep the lines of an earlier fit and append to them.
 
@@ -34,14 +38,15 @@ class CSVLogger(Callback):
 
     def __init__(self, filename: str | os.PathLike[str], separator: str = ",", append: bool = False) -> None:
         owner = "CSVLogger"
-        local_path(f"{owner}.filename", filename)
+        url = url_of(path_or_url(f"{owner}.filename", filename))
         is_valid = isinstance(separator, str) and len(separator) == 1
         require(is_valid, f"{owner}.separator must be one character, got {separator!r}.")
         require_boolean(owner, "append", append)
-        self.filename = os.fspath(filename)
+        self.filename = url or os.fspath(filename)
         self.separator = separator
         self.append = append
         self._path = Path()
+        self._remote: BackgroundFile | None = None
         self._existing: list[list[str]] = []
         self._lines: list[list[str]] = []
 
@@ -49,18 +54,27 @@ class CSVLogger(Callback):
         """Read the existing file; nothing is written before the first epoch is complete.
 
         Raises:
-            ConfigError: The file is not a regular file or not CSV.
+            ConfigError: The file is not a regular file or not CSV, or its store does not answer within 5 seconds.
         """
         if not self.trainer.is_master():
             return
-        self._path = Path(local_path("CSVLogger.filename", self.filename)).absolute()
-        self._path.parent.mkdir(parents=True, exist_ok=True)
+        path = path_or_url("CSVLogger.filename", self.filename)
+        url = url_of(path)
+        if url:
+            self._remote = BackgroundFile(url)
+        else:
+            self._path = Path(path).absolute()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
         self._existing = []
         try:
-            table = io.StringIO(read_text(self._path), newline="")
+            if url:
+                require_reachable(url, writes=False)
+            table = io.StringIO(read_text_of(path), newline="")
             self._existing = [line for line in csv.reader(table, delimiter=self.separator) if line]
         except FileNotFoundError:
             pass  # a new file
+        except CheckpointError as error:  # otherwise a warning, and lines that are there would be replaced
+            raise ConfigError(f"CSVLogger: {error}") from None
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ConfigError(
                 f"CSVLogger cannot read {self.filename}: {reason_of(error)}. Use another filename."
@@ -113,9 +127,20 @@ class CSVLogger(Callback):
         self._lines.append([str(epoch), *(cells.get(name, "") for name in header[1:])])
         table = io.StringIO()
         csv.writer(table, delimiter=self.separator, lineterminator="\n").writerows(self._lines)
+        content = table.getvalue().encode()
+        if self._remote is not None:
+            self._remote.write(content)
+            return
         # Readers never see half of it. Training does not wait for the disk: a log need not survive a power cut.
         with replacing(self._path, "CSV file", synchronizes=False) as file:
-            file.write(table.getvalue().encode())
+            file.write(content)
+
+    def close(self) -> None:
+        """Wait for the store, 10 seconds at most."""
+        remote = self._remote
+        self._remote = None
+        if remote is not None:
+            remote.finish()
 
     def state_dict(self) -> dict[str, Any]:
         return {"lines": len(self._lines)}

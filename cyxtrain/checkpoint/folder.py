@@ -26,7 +26,14 @@ from cyxtrain.checkpoint.files import (
 )
 from cyxtrain.checkpoint.format.archive import MANIFEST, blaming, read_summary
 from cyxtrain.checkpoint.format.encoding import decode_tree
-from cyxtrain.checkpoint.remote_files import RemoteEnd, list_files, read_remote, remove_remote, staging_folder
+from cyxtrain.checkpoint.remote_files import (
+    RemoteEnd,
+    is_missing,
+    list_files,
+    read_remote,
+    remove_remote,
+    staging_folder,
+)
 from cyxtrain.checkpoint.validation import is_position, is_run
 from cyxtrain.environment.regular_files import local_path, open_regular, read_text, url_of
 from cyxtrain.errors import CheckpointError, brief
@@ -150,7 +157,7 @@ class CheckpointFolder:
                     found.append(_look_into_remote(self.path / name, f"{self.url}/{name}", size_bytes, version))
                 except CheckpointError as error:
                     # Another process may have deleted it meanwhile.
-                    if not isinstance(error.__cause__, FileNotFoundError):
+                    if not is_missing(error):
                         raise
         return found
 
@@ -172,8 +179,7 @@ class CheckpointFolder:
         with contextlib.suppress(CheckpointError):  # `check` reports it
             target = self.path / f"{_CLAIM}{run.get('id')}{SUFFIX}"
             file, _ = claim.enter_context(temporary_file(target, f"checkpoints to {self.path}"))
-            writer = f"{name_of(run)} in process {os.getpid()} on {platform.node()}"
-            file.write(writer.encode())
+            file.write(writer_of(run).encode())
             file.flush()
             if len(self._claims(run.get("id"))) > 1:
                 claim.close()
@@ -258,6 +264,11 @@ def name_of(run: Mapping[str, Any]) -> str:
     """Return a run's name for messages: the beginning of its id, and when it began."""
     began = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.get("started", 0)))
     return f"run {str(run.get('id'))[:ID_CHARACTERS]} (begun {began})"
+
+
+def writer_of(run: Mapping[str, Any]) -> str:
+    """Return the name of a run that this process writes, for messages of others."""
+    return f"{name_of(run)} in process {os.getpid()} on {platform.node()}"
 
 
 def look_into(path: str | os.PathLike[str]) -> Found:

@@ -6,7 +6,9 @@ Object stores are like that by themselves. In others, a file is written under a 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 import posixpath
 import re
 import secrets
@@ -19,7 +21,7 @@ from typing import Any
 import xxhash
 
 from cyxtrain.environment import process_env
-from cyxtrain.environment.regular_files import memory_bytes
+from cyxtrain.environment.regular_files import TEXT_LIMIT_BYTES, memory_bytes, path_or_url, read_text, url_of
 from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError, brief, reason_of
 
 START_SECONDS = 5.0
@@ -91,21 +93,43 @@ def list_files(url: str) -> dict[str, tuple[int, str]]:
         return {posixpath.basename(entry["name"]): (int(entry["size"]), repr(entry)) for entry in files}
 
 
-def read_remote(url: str, what: str) -> bytes:
-    """Return the content of a file; refuse one that this machine's memory does not hold."""
+def read_remote(url: str, what: str, limit_bytes: int | None = None) -> bytes:
+    """Return the content of a file; refuse one above a limit (None: the memory of this machine)."""
+    allowed = "it may have"
+    if limit_bytes is None:
+        allowed = "this machine's memory has"
+        limit_bytes = memory_bytes()
     with _blaming("read", url):
         system, path = _opened(url)
         system.invalidate_cache()
         try:
             size_bytes = int(system.size(path))
-            if size_bytes > memory_bytes():
+            if size_bytes > limit_bytes:
                 raise CheckpointError(
-                    f"Cannot read {what} {url}: it has {size_bytes:,} bytes, and this machine's memory has "
-                    f"{memory_bytes():,}. Use another file."
+                    f"Cannot read {what} {url}: it has {size_bytes:,} bytes, and {allowed} {limit_bytes:,}. Use "
+                    "another file."
                 )
             return bytes(system.cat_file(path))
-        except FileNotFoundError as error:
-            raise CheckpointError(f"There is no {what} {url}. Check the URL.") from error
+        except FileNotFoundError:
+            raise CheckpointError(f"There is no {what} {url}. Check the URL.") from None
+
+
+def is_missing(error: CheckpointError) -> bool:
+    """Return whether an error of this module is about a file that is not there."""
+    return isinstance(error.__context__, FileNotFoundError)
+
+
+def read_text_of(path: str | os.PathLike[str], limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
+    """Return the content of a text file, which may be a URL; raise as `read_text`, and CheckpointError for a store."""
+    url = url_of(path)
+    if not url:
+        return read_text(path, limit_bytes)
+    try:
+        return read_remote(url, "file", limit_bytes).decode("utf-8")
+    except CheckpointError as error:
+        if is_missing(error):
+            raise FileNotFoundError(errno.ENOENT, "there is no such file", url) from None
+        raise
 
 
 class RemoteEnd(io.BytesIO):
@@ -152,6 +176,43 @@ def upload(path: Path, url: str, progress: Callable[..., object] = lambda *_, **
         arrived_bytes = int(system.size(target))
         if arrived_bytes != size_bytes:
             raise OSError(f"{arrived_bytes:,} of {size_bytes:,} bytes have arrived")
+
+
+def write_remote(url: str, content: bytes) -> None:
+    """Write a small file whole, as `upload` does."""
+    with _blaming("write", url):
+        system, target = _opened(url)
+        with _under_another_name(system, target, url) as name:
+            system.pipe_file(name, content)
+        system.invalidate_cache()
+
+
+def create_remote(url: str, content: bytes) -> bool:
+    """Write a small file unless there is one; return whether it was written.
+
+    On S3 that is one request with a condition (If-None-Match: *); elsewhere a look, and then a write.
+    """
+    with _blaming("write", url):
+        system, path = _opened(url)
+        if _scheme(url) in _S3:
+            # There is one, or the server or an older library has no conditions.
+            with contextlib.suppress(Exception):
+                system.pipe_file(path, content, mode="create")
+                return True
+        system.invalidate_cache()
+        if system.exists(path):
+            return False
+    write_remote(url, content)
+    return True
+
+
+def write_file(argument: str, path: Any, content: bytes) -> None:
+    """Write a small file, of this machine or to a URL."""
+    found = path_or_url(argument, path)
+    if url_of(found):
+        write_remote(found, content)
+    else:
+        Path(found).write_bytes(content)
 
 
 def copy_remote(url: str, other: str) -> None:
@@ -213,12 +274,12 @@ def _require_library(url: str) -> None:
         raise ConfigError(
             f"Cannot use {url}: {reason}. fsspec needs a library for each kind of store, such as s3fs for S3 (pip "
             "install s3fs)."
-        ) from error
+        ) from None
 
 
 @contextlib.contextmanager
 def _blaming(action: str, url: str) -> Iterator[None]:
-    """Turn what a store's library raises into a CheckpointError with the URL."""
+    """Turn what a store's library raises into a CheckpointError with the URL, without the library's frames."""
     try:
         yield
     except CyxtrainError:
@@ -227,4 +288,4 @@ def _blaming(action: str, url: str) -> Iterator[None]:
         reason = f"{type(error).__name__}: {brief(reason_of(error)).rstrip('.')}"
         raise CheckpointError(
             f"Cannot {action} {url}: {reason}. Check its address, your credentials and the network."
-        ) from error
+        ) from None

@@ -46,8 +46,8 @@ def local_path(argument: str, path: Any) -> str:
         return found
     raise ConfigError(
         f"{argument} is {brief(str(path))}, a URL: only files and folders of this machine are supported here. Give a "
-        "path, such as the one where the store is mounted. checkpoint_dir, resume, and the files of checkpoints and "
-        "weights may be URLs."
+        "path, such as the one where the store is mounted. checkpoint_dir, resume, CSVLogger, predict's output_dir, "
+        "YAML files, and the files of checkpoints, weights and histories may be URLs."
     )
 
 
@@ -66,18 +66,16 @@ def path_or_url(argument: str, path: Any) -> str:
                 "ranks in fsspec's configuration, such as FSSPEC_S3_ENDPOINT_URL, and give the URL alone."
             )
         path = str(path)
-    url = _URL.fullmatch(str(path))
-    if url is None:
-        return os.path.expanduser(os.fsdecode(path))
-    scheme, slashes, rest = url.groups()
-    if scheme.lower() == "file":
-        if len(slashes) == 2:  # they precede the name of a machine
-            raise ConfigError(
-                f"{argument} is {brief(str(path))}, a URL: only files and folders of this machine are supported. Give "
-                "a path, such as the one where that machine's disk is mounted."
-            )
-        return "/" + urllib.parse.unquote(rest)
-    return url_of(path)
+    url = url_of(path)
+    of_file = _URL.fullmatch(str(path))
+    if url or of_file is None:
+        return url or os.path.expanduser(os.fsdecode(path))
+    if len(of_file[2]) == 2:  # these slashes precede the name of a machine
+        raise ConfigError(
+            f"{argument} is {brief(str(path))}, a URL: only files and folders of this machine are supported. Give "
+            "a path, such as the one where that machine's disk is mounted."
+        )
+    return "/" + urllib.parse.unquote(of_file[3])
 
 
 def url_of(path: Any) -> str:

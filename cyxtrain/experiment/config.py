@@ -43,13 +43,14 @@ class Config(Mapping[str, Any]):
         `${DATA_DIR:./data}` has a default, and `${training.seed}` is another setting. `1e-3` is a number.
 
         Args:
-            path: Of the file.
+            path: Of the file, or its URL.
             overrides: Settings that take precedence, such as ["training.epochs=3", "model.hidden=[64, 64]"] or
                 {"scheduler": None}; the value after "=" is YAML.
 
         Raises:
             ConfigError: The file does not exist or is not valid YAML; bases are circular; a variable is not set; a
                 section is unknown, with the nearest name.
+            CheckpointError: A store does not answer.
         """
         from cyxtrain.experiment.reading import merged, read_file, resolved
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import posixpath
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,8 +15,9 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from cyxtrain.checkpoint.remote_files import read_text_of
 from cyxtrain.config.settings import is_number
-from cyxtrain.environment.regular_files import local_path, read_text
+from cyxtrain.environment.regular_files import path_or_url, url_of
 from cyxtrain.errors import ConfigError, brief, shortened
 from cyxtrain.experiment.by_name import NAMED, Overrides, Values, check_section, override_strings, with_names
 
@@ -39,39 +41,52 @@ _PLAIN_NUMBER = re.compile(r"[-+]?(0|[1-9]\d*)?(\.\d*)?([eE][-+]?\d+)?")
 
 def read_file(
     path: str | os.PathLike[str],
-    readers: tuple[Path, ...] = (),
-    known: dict[Path, Values] | None = None,
+    readers: tuple[str, ...] = (),
+    known: dict[str, Values] | None = None,
     prefix: str = "",
 ) -> Values:
-    """Return the merged settings of a YAML file and its bases, with unresolved variables.
+    """Return the merged settings of a YAML file, which may be a URL, and its bases, with unresolved variables.
 
     `readers` are the files that inherit from it, the first one first; `known` holds the settings of files that have
     been read, and receives this one's; `prefix` begins its error messages.
     """
-    file = Path(local_path(f"{prefix}the path of a YAML file", path))
+    file = path_or_url(f"{prefix}the path of a YAML file", path)
+    if not url_of(file):
+        file = str(Path(file))  # for messages: without "./"
     if known is None:
         known = {}
     values = _parsed(file, prefix)
-    here = Path(os.path.realpath(file))
+    here = url_of(file) or os.path.realpath(file)
     chain = (*readers, here)
     if here in readers or len(chain) > _DEEPEST:
         problem = "is circular" if here in readers else f"is more than {_DEEPEST} files deep"
-        names = brief(" -> ".join(each.name for each in chain))
+        names = brief(" -> ".join(map(os.path.basename, chain)))
         raise ConfigError(f"{file}: {_BASE} {problem}: {names}.")
     if here in known:
         return known[here]
     bases = _pop_bases(values, file)
     for section in values:
-        check_section(str(file), section, _BASE)
+        check_section(file, section, _BASE)
     inherited: Values = {}
     for base in bases:
-        path = file.parent / local_path(f"{file}: {_BASE}", base)
-        inherited = _over(str(file), inherited, read_file(path, chain, known, f"{file}: {_BASE}: "))
-    known[here] = _over(str(file), inherited, with_names(values))
+        path = _beside(file, path_or_url(f"{file}: {_BASE}", base))
+        inherited = _over(file, inherited, read_file(path, chain, known, f"{file}: {_BASE}: "))
+    known[here] = _over(file, inherited, with_names(values))
     return known[here]
 
 
-def _pop_bases(values: Values, file: Path) -> list[str]:
+def _beside(file: str, base: str) -> str:
+    """Return the path or URL of a base, which is relative to the file that names it."""
+    if url_of(base) or os.path.isabs(base):
+        return base
+    if not url_of(file):
+        return os.path.join(os.path.dirname(file), base)
+    scheme, separator, place = file.partition("://")
+    # Stores do not resolve "..".
+    return scheme + separator + posixpath.normpath(posixpath.join(posixpath.dirname(place), base))
+
+
+def _pop_bases(values: Values, file: str) -> list[str]:
     """Remove the names of a file's bases from its settings, and return them."""
     bases = values.pop(_BASE, [])
     if isinstance(bases, str):
@@ -174,20 +189,20 @@ def to_yaml(values: Values) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(literal(values)))
 
 
-def _parsed(file: Path, prefix: str) -> Values:
+def _parsed(file: str, prefix: str) -> Values:
     try:
-        text = read_text(file, _LONGEST_BYTES)
+        text = read_text_of(file, _LONGEST_BYTES)
     except FileNotFoundError:
         raise ConfigError(f"{prefix}{_no_file(file)}") from None
     except OSError as error:
-        raise ConfigError(f"{prefix}cannot read {brief(str(file))}: {error.strerror or error}.") from error
+        raise ConfigError(f"{prefix}cannot read {brief(file)}: {error.strerror or error}.") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"{prefix}cannot read {file}: {error}.") from error
     values: Any = OmegaConf.create()
     try:
-        with _short_errors(str(file), text):
+        with _short_errors(file, text):
             # Before OmegaConf, which has no limits, and repeats what aliases refer to.
-            _check_yaml(str(file), text)
+            _check_yaml(file, text)
             if text.strip():
                 values = OmegaConf.create(text)
     except AssertionError:  # such as a number
@@ -267,7 +282,10 @@ def _quoted(value: Any) -> str:
     return brief([value])[1:-1]  # `brief` leaves out the quotes of a string
 
 
-def _no_file(file: Path) -> str:
+def _no_file(path: str) -> str:
+    if url_of(path):
+        return f"there is no file {path}. Check the URL."
+    file = Path(path)
     try:
         names = {each.stem: each.name for each in sorted(file.parent.iterdir()) if each.suffix in (".yaml", ".yml")}
     except (OSError, ValueError):

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cyxtrain.checkpoint.remote_files import read_text_of, write_file
 from cyxtrain.config.settings import names_checked, unknown_name
-from cyxtrain.environment.regular_files import local_path, read_text
+from cyxtrain.environment.regular_files import path_or_url
 from cyxtrain.errors import ConfigError, brief, counted, printable
 from cyxtrain.progress.history_views import history_as_html, plot_history
 
@@ -104,7 +105,7 @@ class TrainingHistory:
         return cls(**read)
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the history as strict JSON, and write it to `path` if given.
+        """Return the history as strict JSON, and write it to `path`, which may be a URL, if given.
 
         Finite numbers are restored bit for bit; the others are the strings "NaN", "Infinity", "-Infinity".
         """
@@ -115,15 +116,16 @@ class TrainingHistory:
         """Read the output of `to_json`.
 
         Args:
-            source: The JSON, or the path of a file with it (JSON begins with a brace).
+            source: The JSON, or the path or URL of a file with it (JSON begins with a brace).
 
         Raises:
+            CheckpointError: A store does not answer.
             ConfigError: There is no such file, or it is not the JSON of a history.
         """
         is_json = isinstance(source, str) and source.lstrip().startswith("{")
         shown = "the string" if is_json else brief(str(source))
         try:
-            content = str(source) if is_json else read_text(local_path("from_json.source", source))
+            content = str(source) if is_json else read_text_of(path_or_url("from_json.source", source))
             values = json.loads(content)
         except OSError as error:
             raise ConfigError(
@@ -136,7 +138,7 @@ class TrainingHistory:
         return cls.from_dict(values)
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return one line per epoch under a header, and write it to `path` if given.
+        """Return one line per epoch under a header, and write it to `path`, which may be a URL, if given.
 
         With validations within an epoch, all lines have a column "step", and each such validation has its own line
         before the epoch's. Finite numbers are restored bit for bit; a number that an epoch does not have is an empty
@@ -167,7 +169,7 @@ class TrainingHistory:
         return _written(table.getvalue(), path)
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> Figure:
-        """Return a matplotlib figure of all curves, and write it to `path` if given (PNG, SVG, PDF).
+        """Return a matplotlib figure of all curves, and write it to `path` or a URL if given (PNG, SVG, PDF).
 
         Validations within an epoch are drawn where they came, such as at 1.5 in the middle of epoch 2.
 
@@ -300,9 +302,8 @@ def _number(name: str, value: object) -> float:
 
 def _written(text: str, path: str | os.PathLike[str] | None) -> str:
     if path is not None:
-        # newline="": the same bytes on every system.
-        with open(local_path("the path of a history", path), "w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        # As bytes: the same on every system.
+        write_file("the path of a history", path, text.encode())
     return text
 
 

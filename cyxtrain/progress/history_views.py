@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import html
+import io
 import itertools
 import math
+import posixpath
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from cyxtrain.environment.regular_files import local_path
+from cyxtrain.checkpoint.remote_files import write_remote
+from cyxtrain.environment.regular_files import path_or_url, url_of
 from cyxtrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -47,8 +50,19 @@ def plot_history(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]], 
     for axes in grid[len(panels) :]:
         axes.set_visible(False)
     if path is not None:
-        figure.savefig(local_path("the path of a plot", path), dpi=120)
+        _save(figure, path_or_url("the path of a plot", path))
     return figure
+
+
+def _save(figure: Figure, path: str) -> None:
+    url = url_of(path)
+    if not url:
+        figure.savefig(path, dpi=120)
+        return
+    picture = io.BytesIO()
+    _, suffix = posixpath.splitext(url)
+    figure.savefig(picture, format=suffix[1:] or None, dpi=120)
+    write_remote(url, picture.getvalue())
 
 
 def history_as_html(columns: Mapping[str, Sequence[float]], summary: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from cyxtrain.checkpoint.folder import BEST, ID_CHARACTERS, CheckpointFolder, Found, look_into, name_of
 from cyxtrain.checkpoint.format.encoding import decode_tree, encode_tree
 from cyxtrain.checkpoint.format.optimizer_state import optimizer_state_by_name
+from cyxtrain.checkpoint.live_marker import LiveMarker
 from cyxtrain.checkpoint.remote_files import copy_remote
 from cyxtrain.checkpoint.transport import read_on_all
 from cyxtrain.checkpoint.uploader import Uploader
@@ -75,9 +76,9 @@ class CheckpointManager:
         self._uploader: Uploader | None = None
         if self._is_on and (all_write or self._world.is_first):
             self._writer = Writer(self._folder)
-            self._enter_folder()
             if self._folder.url:
                 self._uploader = Uploader(self._folder, state.run, self._config.keep_last, self._is_newcomer)
+            self._enter_folder()
 
     def _restore_best(self) -> None:
         """Mark the latest checkpoint if it is the best one: a fit that was killed may not have done so."""
@@ -129,6 +130,7 @@ class CheckpointManager:
         self._folder.remove_leftovers()
         self._before = self._folder.newest_first()
         live = [name for each, name in self._folder.live_runs().items() if each != run["id"]]
+        live = live or self._live_elsewhere()
         if live:
             self._step_aside(shortened(live))
             return
@@ -140,6 +142,16 @@ class CheckpointManager:
                 f"{shortened(owners)}: {name_of(run)} replaces those with the names of its own. Use another folder "
                 "for each training (checkpoint_dir)."
             )
+
+    def _live_elsewhere(self) -> list[str]:
+        """Return the name of a run on another machine that writes to the store; without one, rank 0 marks its own."""
+        if self._uploader is None:
+            return []
+        marker = LiveMarker(self._folder.url, self._state.run, self._uploader.notes.append)
+        if not self._world.is_first:
+            return marker.others()
+        self._state.claim.callback(marker.close)
+        return marker.claim()
 
     def _replaces(self, found: Found) -> bool:
         """Return whether this fit may replace a checkpoint of another training by one of the same name."""

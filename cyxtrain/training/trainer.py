@@ -438,7 +438,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             X: Inputs, shape (n, ...).
             batch_size: Samples at once; None: as in the last fit.
             distributed: As in `evaluate`.
-            output_dir: A folder, which all ranks see: each rank writes the rows that it predicts there, shard by shard,
+            output_dir: A folder or URL that all ranks see: each rank writes the rows that it predicts there by shards,
                 and the result is what `cyxtrain.open_predictions` returns. If it was killed, the same call continues.
             pad_value: If rows differ in shape between batches, as with padding to the longest of a batch, pad them at
                 their ends with this number and return one tensor. None: return a list of rows.

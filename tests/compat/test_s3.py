@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -104,8 +105,26 @@ def test_an_upload_takes_little_memory(endpoint, tmp_path):
 def test_a_store_that_is_not_there_is_an_error_on_all_ranks(port_is_open, endpoint, tmp_path):
     address = endpoint if port_is_open else f"http://127.0.0.1:{free_port()}"
     ended = values(run_ranks(2, s3_fits.fit_into, "s3://no-such-bucket/run", address, str(tmp_path), seconds=60))
-    for kind, message, seconds in ended:
+    for kind, message, shown, seconds in ended:
         assert kind == "CheckpointError"
         assert "s3://no-such-bucket/run" in message
         assert "\n" not in message
+        assert not re.search("s3fs/|botocore/|aiohttp/", shown)
         assert seconds < 15  # the import of the library, then 5 s
+
+
+def test_a_marker_is_put_on_the_condition_that_there_is_none(endpoint, tmp_path):
+    arguments = ("s3://bucket/marker", endpoint, str(tmp_path))
+    [(told, conditions, left)] = values(run_ranks(1, s3_fits.mark_twice, *arguments, seconds=60))
+    assert told[0] == told[2] == []
+    assert told[1][0].startswith("run 00000000 (begun ")
+    assert conditions == ["*"] * 3
+    assert left == []
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_logs_histories_settings_and_predictions_go_there_and_come_back(world_size, endpoint, tmp_path):
+    pytest.importorskip("matplotlib")
+    arguments = (f"s3://bucket/files-{world_size}", endpoint, str(tmp_path))
+    for found in values(run_ranks(world_size, s3_fits.write_and_read, *arguments, seconds=60)):
+        assert all(found.values()), found

@@ -16,6 +16,7 @@ from torch import nn
 
 import cyxtrain as cx
 from cyxtrain.checkpoint import remote_files
+from cyxtrain.checkpoint.live_marker import LiveMarker
 
 WRITING = ("create_multipart_upload", "upload_part", "complete_multipart_upload", "put_object", "copy_object")
 WIDTH = 640
@@ -41,7 +42,8 @@ def kill_at(count: int, *, after: bool) -> None:
 
     async def call(self: Any, method: str, *arguments: Any, **keywords: Any) -> Any:
         nonlocal seen
-        is_probe = method == "put_object" and len(keywords.get("Body", b"")) < 100
+        # The probe at the start, and the marker of the live run.
+        is_probe = method == "put_object" and len(keywords.get("Body", b"")) < 1000
         is_counted = method in WRITING and not is_probe
         seen += is_counted
         is_it = is_counted and seen == count
@@ -95,7 +97,8 @@ def epochs_in(url: str, endpoint: str, staging: str) -> list[int]:
     from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 
     prepare(endpoint, staging)
-    return [read_checkpoint(f"{url}/{name}").position["epoch"] for name in remote_files.list_files(url)]
+    names = [name for name in remote_files.list_files(url) if name.endswith(".ckpt")]
+    return [read_checkpoint(f"{url}/{name}").position["epoch"] for name in names]
 
 
 def make_bucket(endpoint: str, name: str) -> None:
@@ -123,12 +126,66 @@ def upload_large(url: str, endpoint: str, folder: str) -> tuple[int, bool]:
 
 
 def fit_into(url: str, endpoint: str, staging: str) -> Any:
-    """Fit in a world; return the error's class and message, and the seconds that it took."""
+    """Fit in a world; return the error's class, message and traceback, and the seconds that it took."""
     import time
+    import traceback
 
     began = time.monotonic()
     try:
         fit_in_a_world(url, endpoint, staging, {})
     except cx.CyxtrainError as error:
-        return type(error).__name__, str(error), time.monotonic() - began
+        shown = "".join(traceback.format_exception(error))
+        return type(error).__name__, str(error), shown, time.monotonic() - began
     return None
+
+
+def mark_twice(url: str, endpoint: str, staging: str) -> list[Any]:
+    """Mark two runs as live, one after the other and the second again; return what each was told, and the requests."""
+    import s3fs
+
+    prepare(endpoint, staging)
+    original = s3fs.S3FileSystem._call_s3
+    conditions = []
+
+    async def call(self: Any, method: str, *arguments: Any, **keywords: Any) -> Any:
+        if method == "put_object":
+            conditions.append(keywords.get("IfNoneMatch"))
+        return await original(self, method, *arguments, **keywords)
+
+    s3fs.S3FileSystem._call_s3 = call
+    runs = [{"id": str(number) * 16, "started": 1.0} for number in range(2)]
+    first, second, again = [LiveMarker(url, run, print) for run in (*runs, runs[1])]
+    told = [first.claim(), second.claim()]
+    first.close()
+    told.append(again.claim())
+    again.close()
+    s3fs.S3FileSystem._call_s3 = original
+    return [told, conditions, [*remote_files.list_files(url)]]
+
+
+def write_and_read(url: str, endpoint: str, staging: str) -> dict[str, bool]:
+    """Write a log, a history, a plot, settings and predictions to a store on a rank; return whether they are right."""
+    prepare(endpoint, staging)
+    with cx.init():
+        rows, classes = make_rows(24)
+        model = make_large_model()
+        trainer = cx.DistributedTrainer(model, "cross_entropy", "sgd")
+        log = cx.callbacks.CSVLogger(f"{url}/log.csv")
+        history = trainer.fit(rows, classes, epochs=2, verbose=False, callbacks=[log])
+        found = {}
+        if cx.is_master():
+            lines = remote_files.read_text_of(f"{url}/log.csv").splitlines()
+            found["log"] = [line.split(",")[1] for line in lines[1:]] == [*map(repr, history.history["loss"])]
+            history.to_json(f"{url}/history.json")
+            history.to_csv(f"{url}/history.csv")
+            history.plot(f"{url}/history.png")
+            found["history"] = cx.TrainingHistory.from_json(f"{url}/history.json") == history
+            found["csv"] = remote_files.read_text_of(f"{url}/history.csv") == history.to_csv()
+            found["plot"] = remote_files.read_remote(f"{url}/history.png", "plot").startswith(b"\x89PNG")
+            remote_files.write_remote(f"{url}/base.yaml", b"training: {epochs: 3}")
+            remote_files.write_remote(f"{url}/own/own.yaml", b"_base_: ../base.yaml")
+            found["settings"] = cx.Config.from_file(f"{url}/own/own.yaml").training.epochs == 3
+        predicted = trainer.predict(rows, batch_size=4, output_dir=f"{url}/predictions")
+        found["predictions"] = torch.equal(predicted[:], trainer.predict(rows, batch_size=4))
+        found["again"] = torch.equal(cx.open_predictions(f"{url}/predictions")[[20, 3]], predicted[[20, 3]])
+        return found

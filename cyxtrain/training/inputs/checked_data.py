@@ -21,7 +21,7 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.stored import few_of_stored, holds_stored
 from cyxtrain.data.sources.source import Source
 from cyxtrain.environment import accelerator
-from cyxtrain.environment.regular_files import local_path
+from cyxtrain.environment.regular_files import path_or_url
 from cyxtrain.errors import brief
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
@@ -264,7 +264,7 @@ def check_rows(
     checked_callbacks(callbacks)
     require(verbose in (0, 1, 2, "auto"), f"{call}.verbose must be 0, 1, 2 or 'auto', got {brief(verbose)}.")
     if output_dir is not None:
-        local_path("predict.output_dir", output_dir)
+        path_or_url("predict.output_dir", output_dir)
         require(source.is_shared, _NOT_SHARED)
     if steps is not None:
         require_integer(call, "steps", steps, 1)

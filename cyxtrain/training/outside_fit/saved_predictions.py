@@ -5,13 +5,15 @@ shard-000003.json    dtypes and shapes of the fourth shard; it is written last, 
 shard-000003-0.npy   the first part of its output, shape (rows, ...); flat if rows differ in shape
 
 A shard is a group of neighboring batches, which one rank predicts and writes. Their sizes do not depend on the number
-of ranks, and so neither do the files. A call that was killed continues with the shards that are missing.
+of ranks, and so neither do the files. A call that was killed continues with the shards that are missing. In a store, a
+file is written to the local staging folder, and uploaded whole.
 """
 
 from __future__ import annotations
 
 import bisect
 import contextlib
+import io
 import itertools
 import json
 import math
@@ -28,9 +30,10 @@ import xxhash
 from torch import Tensor, nn
 
 from cyxtrain.checkpoint.files import TEMPORARY_SUFFIX, remove_leftover, replacing, try_folder
+from cyxtrain.checkpoint.remote_files import list_files, read_remote, read_text_of, require_reachable
 from cyxtrain.config.settings import names_checked
 from cyxtrain.data.batches.structure import example_of, fields_of, form_of, leaves, same_sequence, with_parts
-from cyxtrain.environment.regular_files import local_path, read_text
+from cyxtrain.environment.regular_files import path_or_url, url_of
 from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.metrics.whole_set import as_numpy
 from cyxtrain.tensors.fingerprint import fingerprint
@@ -54,15 +57,17 @@ def open_predictions(folder: str | os.PathLike[str]) -> Predictions:
     """Open the predictions that `DistributedTrainer.predict(X, output_dir=folder)` has written.
 
     Args:
-        folder: As given there.
+        folder: As given there; it may be a URL.
 
     Returns:
         `predictions[5]`, `predictions[10:20]`, `predictions[[3, 1]]`, `len(predictions)` and iteration read from the
         files the rows that you ask for; the others are not loaded. Rows have the structure of the model's output, with
-        dictionaries for dataclasses, and slices the form that `predict` returns.
+        dictionaries for dataclasses, and slices the form that `predict` returns. From a store a whole shard is read,
+        some 64 MB, and kept until a row of another one is asked for: read in order, or copy the folder to a disk.
 
     Raises:
         ConfigError: The folder has no predictions, or they are not complete.
+        CheckpointError: A store does not answer.
     """
     found = Predictions(folder)
     if not found.is_complete:
@@ -74,7 +79,7 @@ class Predictions:
     """Rows of a model's output, in a folder; see `open_predictions`."""
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(local_path("open_predictions.folder", folder)).absolute()
+        self.folder = _place("open_predictions.folder", folder)
         index = read_index(self.folder)
         self.is_complete: bool = index["complete"]
         self._example = example_of(index["output"])
@@ -124,7 +129,7 @@ class Predictions:
 class _Part:
     """One tensor of the output; `shards` are the shapes of its runs of rows that are alike."""
 
-    def __init__(self, folder: Path, number: int, dtype: str, rows_second: bool, shards: list[Shapes]) -> None:
+    def __init__(self, folder: str, number: int, dtype: str, rows_second: bool, shards: list[Shapes]) -> None:
         self._folder = folder
         self._number = number
         self.dtype = dtype
@@ -164,27 +169,41 @@ class _Part:
         size = math.prod(shape)
         shard, first = self._places[run]
         if self._open_shard != shard:
-            self._open_values = np.load(file_of(self._folder, shard, self._number), mmap_mode="r").reshape(-1)
+            self._open_values = _opened(file_of(self._folder, shard, self._number)).reshape(-1)
             self._open_shard = shard
         first += (row - self.ends[run] + count) * size
         return self._open_values[first : first + size].reshape(1, *shape)
 
 
-def read_index(folder: Path) -> dict[str, Any]:
+def _opened(file: str) -> Any:
+    """Return the array of a file: mapped, or from a store in memory."""
+    url = url_of(file)
+    if url:
+        return np.load(io.BytesIO(read_remote(url, "file")))
+    return np.load(file, mmap_mode="r")
+
+
+def _place(argument: str, folder: Any) -> str:
+    """Return the absolute path or the URL of a folder that a user gives."""
+    found = path_or_url(argument, folder)
+    return url_of(found) or str(Path(found).absolute())
+
+
+def read_index(folder: str) -> dict[str, Any]:
     """Return the index of a folder; raise ConfigError if it has none."""
     index: Any = None
     with contextlib.suppress(OSError, ValueError):
-        index = json.loads(read_text(folder / INDEX))
+        index = json.loads(read_text_of(f"{folder}/{INDEX}"))
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise ConfigError(f"{folder} has no {INDEX} of predictions: predict(X, output_dir=...) writes it.")
     return index
 
 
-def file_of(folder: Path, shard: int, part: int | None = None) -> Path:
+def file_of(folder: str, shard: int, part: int | None = None) -> str:
     """Return the file of a part of a shard; without a part, the one that completes the shard."""
     if part is None:
-        return folder / f"shard-{shard:06}.json"
-    return folder / f"shard-{shard:06}-{part}.npy"
+        return f"{folder}/shard-{shard:06}.json"
+    return f"{folder}/shard-{shard:06}-{part}.npy"
 
 
 def kind_of(part: Any) -> str:
@@ -260,30 +279,28 @@ class ShardFolder:
     def __init__(
         self, world: World, path: str | os.PathLike[str], model: nn.Module, rows: CheckedData, output: Any
     ) -> None:
-        self.path = Path(local_path("predict.output_dir", path)).absolute()
+        self.path = _place("predict.output_dir", path)
         self._world = world
         self._names = [name for name, _ in leaves(output)]
         self._rows = rows
         state: dict[str, Any] = {}
         on_first(world, lambda: state.update(self._begin(_facts(model, rows), output)))
         state = world.gather_json(state)[0]
-        agree_on(world, lambda: (None, {_SAME: self._time_of_index()}))
+        agree_on(world, lambda: (None, {_SAME: self._version_of_index()}))
         self.group: int = state["group"]
         self.done = frozenset[int](state["done"])
         self.is_complete = bool(state["complete"])
 
-    def _time_of_index(self) -> int | None:
-        """Return when the index was written: ranks that do not share the folder see different ones, or none."""
-        index = self.path / INDEX
-        return index.stat().st_mtime_ns if os.path.exists(index) else None
+    def _version_of_index(self) -> object:
+        """Return what tells when the index was written: ranks that do not share the folder see another one, or none."""
+        if url_of(self.path):
+            return str(list_files(self.path).get(INDEX))
+        index = Path(self.path, INDEX)
+        return index.stat().st_mtime_ns if index.exists() else None
 
     def _begin(self, facts: dict[str, Any], output: Any) -> dict[str, Any]:
         """Create the folder and its index, or check them; return what the other ranks must know."""
-        try_folder(self.path, INDEX, "predictions")
-        # Of a call that was killed; a file that is still being written is locked.
-        for leftover in self.path.glob(f".*{TEMPORARY_SUFFIX}"):
-            remove_leftover(leftover)
-        names = sorted(each.name for each in self.path.iterdir() if not each.name.startswith("."))
+        names = sorted(name for name in _tried(self.path) if not name.startswith("."))
         if names and INDEX not in names:
             raise ConfigError(f"output_dir {self.path} has files ({brief(names)}) and no {INDEX}: give an empty one.")
         if not names:
@@ -306,7 +323,7 @@ class ShardFolder:
             "parts": [],
             "shards": [],
         }
-        _write_json(self.path / INDEX, index)
+        _write_json(f"{self.path}/{INDEX}", index)
 
     def _check_facts(self, before: dict[str, Any], facts: dict[str, Any]) -> None:
         """Refuse to continue predictions of another model, of other data or with other settings."""
@@ -353,7 +370,7 @@ class ShardFolder:
                     parts.append({"dtype": kind.split()[0], "rows_second": is_second})
             found = {"complete": not is_ended, "pad_value": pad_value, "parts": parts}
             shapes = [record["shapes"] for record in records]
-            _write_json(self.path / INDEX, {**read_index(self.path), **found, "shards": shapes})
+            _write_json(f"{self.path}/{INDEX}", {**read_index(self.path), **found, "shards": shapes})
 
         on_first(self._world, write)
         return Predictions(self.path)
@@ -364,7 +381,7 @@ class ShardFolder:
         for shard in range(count):
             file = file_of(self.path, shard)
             try:
-                records.append(json.loads(read_text(file)))
+                records.append(json.loads(read_text_of(file)))
             except FileNotFoundError:
                 if not may_miss:
                     raise
@@ -372,7 +389,20 @@ class ShardFolder:
         return records
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _tried(path: str) -> list[str]:
+    """Create a folder and try to write to it; return the names of the files in it."""
+    if url_of(path):
+        require_reachable(path, writes=True)
+        return [*list_files(path)]
+    folder = Path(path)
+    try_folder(folder, INDEX, "predictions")
+    # Of a call that was killed; a file that is still being written is locked.
+    for leftover in folder.glob(f".*{TEMPORARY_SUFFIX}"):
+        remove_leftover(leftover)
+    return [each.name for each in folder.iterdir()]
+
+
+def _write_json(path: str, value: Any) -> None:
     with replacing(path, "predictions") as file:
         file.write(json.dumps(value).encode())
 

@@ -22,6 +22,7 @@ from rank_processes import (
     run_ranks,
     values,
 )
+from refusals import refusal
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
@@ -196,6 +197,32 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_next_call_continues(world
         assert found[1:] == ["index.json", True]
 
 
+def predict_to_a_store(folder: str) -> list[Any]:
+    os.environ["CYXTRAIN_STAGING_DIR"] = f"{folder}/staging"
+    rows = make_rows(130)[0]
+    url = f"local://{folder}/there"
+    read = trainer_of().predict(rows, batch_size=2, output_dir=url)
+    here = trainer_of().predict(rows, batch_size=2, output_dir=f"{folder}/here")
+    again = pickle.loads(pickle.dumps(cx.open_predictions(url)))
+    found = [repr(again), torch.equal(read[:], here[:]), torch.equal(again[[129, 0, 77]], here[[129, 0, 77]])]
+    return [*found, refusal(trainer_of().predict, rows + 1, batch_size=2, output_dir=url)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_store_has_the_files_of_a_folder(world_size, tmp_path):
+    for name, *are_same, words in everywhere(world_size, predict_to_a_store, str(tmp_path)):
+        assert name == f"Predictions(130 rows in local://{tmp_path}/there)"
+        assert are_same == [True, True]
+        assert f"output_dir local://{tmp_path}/there has other predictions: the given X" in words
+    assert content_of(tmp_path / "there") == content_of(tmp_path / "here")
+    assert not [*(tmp_path / "staging").iterdir()]
+
+
+def test_a_store_without_predictions_is_refused_by_its_url(tmp_path):
+    with pytest.raises(cx.ConfigError, match=r"^local://.*/none has no index\.json of predictions"):
+        cx.open_predictions(f"local://{tmp_path}/none")
+
+
 # --- kills ------------------------------------------------------------------------------------------------------------
 
 
@@ -208,19 +235,23 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_next_call_continues(world
         by_night("arrays", 0, 1),
         by_night("stream", -1, 2),
         by_night("stream", 0, 3),
+        by_night("arrays in a store", -1, 1),
     ],
 )
 def test_a_killed_prediction_continues_with_the_shards_that_are_missing(kind, victim, then, tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
+    kind, _, in_store = kind.partition(" ")
+    place = f"local://{killed}" if in_store else str(killed)
+    staging = {"CYXTRAIN_STAGING_DIR": f"{tmp_path}/staging"}
     values(run_ranks(2, killed_predictions.predict, str(whole), kind, 0))
-    ends = run_ranks(2, killed_predictions.predict, str(killed), kind, 20, victim)
+    ends = run_ranks(2, killed_predictions.predict, place, kind, 20, victim, **staging)
     assert "Killed" in {ended.kind for ended in ends}
     with pytest.raises(cx.ConfigError, match=r"predict has not finished\. Call it again with output_dir="):
         cx.open_predictions(killed)
     before = content_of(killed)
     finished = {int(name[6:12]) for name in before if name.endswith(".json") and name.startswith("shard")}
     assert 0 < len(finished) < len(list(whole.glob("shard-*.json")))
-    found = values(run_ranks(then, killed_predictions.predict, str(killed), kind, 0))
+    found = values(run_ranks(then, killed_predictions.predict, place, kind, 0, **staging))
     assert content_of(killed) == content_of(whole)
     group = json.loads((whole / "index.json").read_text())["batches_per_shard"]
     assert group == (2 if kind == "arrays" else 16)

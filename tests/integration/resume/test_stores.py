@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +241,71 @@ def test_a_file_is_named_if_it_is_not_there(alone, folders):
     trainer = cx.DistributedTrainer(shelf.make_model(), "cross_entropy", "sgd")
     with pytest.raises(cx.CheckpointError, match=r"There is no checkpoint shelf://.*/x.ckpt. Check the URL."):
         trainer.load_checkpoint(f"{folders[1]}/x.ckpt")
+
+
+def put_marker(store: Path, run: str) -> None:
+    """Leave the marker of a run that is alive on another machine."""
+    found = {"run": run, "name": "run 01234567 in process 1 on another", "process": ["another", 1, 1], "token": "1"}
+    store.mkdir(parents=True, exist_ok=True)
+    (store / ".cyxtrain-live.json").write_text(json.dumps(found | {"time": time.time()}))
+
+
+def test_a_run_beside_one_on_another_machine_keeps_to_its_own_names(folders):
+    store, url, staging = folders
+    put_marker(store, "0123456789abcdef")
+    [line] = fit_alone(url, staging, OK, {"epochs": 2})["told"]
+    assert line.startswith(f"run 01234567 in process 1 on another is writing to {url}, too: the checkpoints of run ")
+    assert {re.sub("-[0-9a-f]{8}", "-*", name) for name in kept(store)} == {
+        ".cyxtrain-live.json",
+        "epoch-0001-*.ckpt",
+        "epoch-0002-*.ckpt",
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_marker_of_a_killed_run_does_not_block_its_resume(world_size, folders):
+    store, url, staging = folders
+    everywhere(world_size, fit, url, staging, OK, {"epochs": 1})
+    assert kept(store) == {"epoch-0001.ckpt"}
+    put_marker(store, look_into(store / "epoch-0001.ckpt").run["id"])
+    found = everywhere(world_size, fit, url, staging, OK, {"epochs": 2, **AUTO})
+    assert [(each["steps"], each["told"]) for each in found] == [(4, [])] * world_size
+    assert kept(store) == {"epoch-0001.ckpt", "epoch-0002.ckpt"}
+
+
+def epochs_of(log: Path) -> list[str]:
+    return [line.split(",")[0] for line in log.read_text().splitlines()]
+
+
+def test_a_log_in_a_store_is_continued_and_does_not_stop_a_fit(folders):
+    store, url, staging = folders
+    log = f"{url}/log.csv"
+    is_dead = threading.Event()
+
+    def before(_: str) -> None:
+        if is_dead.is_set():
+            raise ConnectionError("the store is gone")
+
+    class Dies(cx.callbacks.Callback):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            if epoch == 3:
+                is_dead.set()
+
+    fit_alone(url, staging, OK, {"epochs": 2, "more": [cx.callbacks.CSVLogger(log)]})
+    fit_alone(url, staging, OK, {"epochs": 3, "more": [cx.callbacks.CSVLogger(log)], **AUTO})
+    assert epochs_of(store / "log.csv") == ["epoch", "0", "1", "2"]
+    settings = {"epochs": 5, "more": [cx.callbacks.CSVLogger(log), Dies()], "checkpoint_every_n_epochs": 0, **AUTO}
+    died = fit_alone(url, staging, (before,), settings)
+    assert died["epochs"] == 5
+    [line] = died["told"]
+    assert line.startswith(f"CSVLogger cannot write {log}: Cannot write {log}: ConnectionError: the store is gone. ")
+    assert epochs_of(store / "log.csv") == ["epoch", "0", "1", "2"]
+
+
+def test_a_log_in_a_store_that_does_not_answer_is_an_error_before_the_first_step(folders):
+    _, url, staging = folders
+    settings = {"checkpoint_every_n_epochs": 0, "more": [cx.callbacks.CSVLogger(f"{url}/log.csv")]}
+    with pytest.raises(
+        cx.ConfigError, match=r"^CSVLogger: Cannot list shelf://.*/log\.csv: PermissionError: Forbidden"
+    ):
+        fit_alone(url, staging, (shelf.forbidding,), settings)

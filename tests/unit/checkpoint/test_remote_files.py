@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import traceback
+
 import fsspec
 import pytest
 import torch
@@ -10,16 +13,20 @@ from fsspec.registry import known_implementations
 from shelf import Shelf, dying, kept, nothing
 
 import cyxtrain as cx
+from cyxtrain.checkpoint.background_file import BackgroundFile
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint, write_checkpoint
 from cyxtrain.checkpoint.folder import look_into, newest_in
 from cyxtrain.checkpoint.remote_files import (
     copy_remote,
+    create_remote,
     list_files,
     read_remote,
+    read_text_of,
     remove_remote,
     require_reachable,
     staging_folder,
     upload,
+    write_remote,
 )
 
 RUN = {"id": "0123456789abcdef", "started": 1.0}
@@ -126,3 +133,65 @@ def test_weights_are_written_through_a_url(tmp_path):
     with pytest.raises(cx.CheckpointError, match="There is no weights file memory://store/x"):
         cx.load_weights(model, "memory://store/x")
     fsspec.filesystem("memory").rm("/store", recursive=True)
+
+
+@pytest.mark.parametrize("url", ["memory://store/run", "shelf://{}/store/run"])
+def test_small_files_are_written_whole_or_only_if_there_is_none(url, tmp_path):
+    url = url.format(tmp_path)
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        read_text_of(f"{url}/a")
+    write_remote(f"{url}/a", "café".encode())
+    assert read_text_of(f"{url}/a") == "café"
+    assert not create_remote(f"{url}/a", b"2")
+    assert create_remote(f"{url}/b", b"3")
+    write_remote(f"{url}/a", b"4")
+    assert {name: read_text_of(f"{url}/{name}") for name in list_files(url)} == {"a": "4", "b": "3"}
+    with pytest.raises(cx.CheckpointError, match=r"it has 1 bytes, and it may have 0\. Use another file"):
+        read_text_of(f"{url}/a", 0)
+    for name in ("a", "b"):
+        remove_remote(f"{url}/{name}")
+
+
+def test_an_error_of_a_store_has_no_frames_of_its_library(tmp_path, in_order):
+    Shelf.before = staticmethod(dying(-1))
+    with pytest.raises(cx.CheckpointError) as caught:
+        write_remote(f"shelf://{tmp_path}/store/a", b"1")
+    text = "".join(traceback.format_exception(caught.value))
+    assert "Cannot write shelf://" in text
+    assert "shelf.py" not in text
+    assert "Traceback" not in text.replace("Traceback", "", 1)  # a single one
+
+
+def test_a_file_that_is_written_again_and_again_never_waits_and_ends_with_the_newest(tmp_path, in_order):
+    url = f"shelf://{tmp_path}/store/log"
+    gate = threading.Event()
+    uploads = []
+
+    def before(call: str) -> None:
+        if call == "pipe":
+            uploads.append(call)
+            gate.wait(5.0)
+
+    Shelf.before = staticmethod(before)
+    file = BackgroundFile(url)
+    for number in range(9):
+        file.write(b"%d" % number)
+    gate.set()
+    file.finish()
+    assert read_text_of(url) == "8"
+    assert len(uploads) <= 2
+    assert kept(tmp_path / "store") == {"log"}
+
+
+def test_a_file_that_could_not_be_written_is_told_and_tried_again_at_the_end(tmp_path, in_order):
+    url = f"shelf://{tmp_path}/store/log"
+    file = BackgroundFile(url)
+    Shelf.before = staticmethod(dying(-1))
+    file.write(b"1")
+    with pytest.raises(cx.CheckpointError, match=r"Cannot write shelf://.*the store is gone"):
+        file.finish()
+    with pytest.raises(cx.CheckpointError, match=r"Cannot write shelf://.*the store is gone"):
+        file.write(b"2")
+    Shelf.before = staticmethod(nothing)
+    file.finish()
+    assert read_text_of(url) == "2"

@@ -77,17 +77,9 @@ def test_a_upath_is_a_path_or_a_url():
     ("call", "argument"),
     [
         (lambda: fit(profile=URL), "profile"),
-        (lambda: trainer().predict(X, output_dir=URL), "predict.output_dir"),
-        (lambda: cx.open_predictions(URL), "open_predictions.folder"),
-        (lambda: CSVLogger(URL), "CSVLogger.filename"),
         (lambda: TensorBoard(URL), "TensorBoard.log_dir"),
         (lambda: ModelCheckpoint(URL), "ModelCheckpoint.filepath"),
         (lambda: cx.metrics.ConfusionMatrix(URL), "ConfusionMatrix.path"),
-        (lambda: cx.TrainingHistory().to_json(URL), "the path of a history"),
-        (lambda: cx.TrainingHistory().to_csv(URL), "the path of a history"),
-        (lambda: cx.TrainingHistory.from_json(URL), "from_json.source"),
-        (lambda: cx.TrainingHistory(train_losses=[1.0]).plot(URL), "the path of a plot"),
-        (lambda: cx.Config.from_file(URL), "the path of a YAML file"),
         (
             lambda: cx.Experiment(
                 {"model": {"name": "mlp", "inputs": 4, "outputs": 2}, "data": {"name": "npz", "path": URL}}

@@ -8,6 +8,7 @@ import pickle
 import pytest
 
 import cyxtrain as cx
+from cyxtrain.checkpoint.remote_files import write_remote
 
 
 @pytest.fixture
@@ -54,6 +55,21 @@ def test_several_bases_rule_in_their_order_and_lie_beside_the_file_that_names_th
     config = cx.Config.from_file("../own2.yaml")
     assert config.training.to_dict() == {"epochs": 9, "seed": 2}
     assert config.optimizer.name == "adam"
+
+
+def test_a_file_and_its_bases_may_be_in_a_store(files, tmp_path):
+    write_remote("memory://settings/base.yaml", b"training: {epochs: 3, seed: 1}")
+    write_remote("memory://settings/more/own.yaml", b"_base_: ../base.yaml\ntraining: {seed: 2}")
+    assert cx.Config.from_file("memory://settings/more/own.yaml").training.to_dict() == {"epochs": 3, "seed": 2}
+    files(here="_base_: memory://settings/more/own.yaml\ntraining: {epochs: 5}\n")
+    assert cx.Config.from_file("here.yaml").training.to_dict() == {"epochs": 5, "seed": 2}
+    write_remote("memory://settings/there.yaml", f"_base_: {tmp_path}/own.yaml".encode())
+    assert cx.Config.from_file("memory://settings/there.yaml").optimizer.name == "sgd"
+    write_remote("memory://settings/circle.yaml", b"_base_: more/../circle.yaml")
+    with pytest.raises(cx.ConfigError, match=r"_base_ is circular: circle\.yaml -> circle\.yaml"):
+        cx.Config.from_file("memory://settings/circle.yaml")
+    with pytest.raises(cx.ConfigError, match=r"^there is no file memory://settings/none\.yaml\. Check the URL\.$"):
+        cx.Config.from_file("memory://settings/none.yaml")
 
 
 def test_overrides_rule_the_later_over_the_earlier(files):

@@ -86,7 +86,7 @@ INSIDE = {
         "checkpoint_file",
         "validation weights_files",
         "weights transport folder",
-        "writer uploader",
+        "writer uploader background_file live_marker",
     ],
     "training": [
         "trained",

@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 
+from cyxtrain.checkpoint.remote_files import read_text_of
 from cyxtrain.errors import ConfigError
 from cyxtrain.progress.history import DistributedTrainingHistory, TrainingHistory, record_epoch, record_validation
 
@@ -94,6 +95,15 @@ def test_files_hold_what_the_calls_return(tmp_path):
     assert TrainingHistory.from_json(path) == TrainingHistory.from_json(str(path)) == original
     table = tmp_path / "history.csv"
     assert original.to_csv(table) == table.read_text()
+
+
+def test_files_go_to_a_store_and_come_back():
+    original = history()
+    original.to_json("memory://histories/a.json")
+    assert TrainingHistory.from_json("memory://histories/a.json") == original
+    assert original.to_csv("memory://histories/a.csv") == read_text_of("memory://histories/a.csv")
+    with pytest.raises(ConfigError, match="cannot read memory://histories/none: there is no such file"):
+        TrainingHistory.from_json("memory://histories/none")
 
 
 def test_csv_has_a_row_per_epoch_and_empty_cells_for_what_is_missing():

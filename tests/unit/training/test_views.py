@@ -14,6 +14,7 @@ from lazy import LazyModule
 from torch import nn
 
 import cyxtrain as cx
+from cyxtrain.checkpoint.remote_files import read_remote
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 formatters: Any = LazyModule("IPython.core.formatters")
@@ -99,6 +100,12 @@ def test_curves_are_drawn_and_written(tmp_path):
     assert list(training.get_xdata()) == [4, 5, 6]
     assert list(validation.get_ydata()) == [1.0, 0.7, 0.6]
     assert len(panels["accuracy"].lines) == 1
+
+
+@pytest.mark.parametrize(("name", "begin"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a", b"\x89PNG")])
+def test_curves_are_written_to_a_store(name, begin):
+    HISTORY.plot(f"memory://curves/{name}")
+    assert read_remote(f"memory://curves/{name}", "plot").startswith(begin)
 
 
 def test_a_notebook_that_has_not_loaded_matplotlib_shows_a_picture():
