@@ -84,7 +84,8 @@ def evaluated(form: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("world_size", "forms"), [(2, ("dataclass", "tuple")), *(by_night(world_size, (*FORMS,)) for world_size in (1, 2, 3))]
+    ("world_size", "forms"),
+    [(2, ("dataclass", "tuple")), *(by_night(world_size, (*FORMS,)) for world_size in (1, 2, 3))],
 )
 def test_each_is_that_of_a_model_with_this_output_alone(world_size, forms):
     x, answers = rows_of()

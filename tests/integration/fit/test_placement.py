@@ -12,7 +12,6 @@ import pytest
 from placement_runs import OPTIMIZERS, ROWS, all_alone, all_in_world
 from stand_in.running import run_command, run_on_stand_in
 
-
 DAILY = ["Adam", "SGD", "NAdam"]
 NIGHTLY = [name for name in OPTIMIZERS if name not in DAILY]
 
