@@ -115,7 +115,7 @@ PROBLEMS: dict[str, Problem] = {
     "a loss of one's own for each output": (Tagger, {"token": token_pair, "size": "mse"}, FACTORS, tokens_and_error),
 }
 DICTIONARIES = ("a loss for each output", "a loss of one's own for each output")
-NIGHTLY = ("a model's pair", "an object's pair", "a loss for each output")
+NIGHTLY = ("a loss_fn's pair", "an object's pair", "a loss of one's own for each output")
 DAILY = tuple(name for name in PROBLEMS if name not in NIGHTLY)
 
 
@@ -171,7 +171,7 @@ def by_hand(name: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def found_on(world_size: int, accumulation_steps: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
+def found_on(world_size: int, accumulation_steps: int, names: tuple[str, ...] = DAILY) -> list[dict[str, Any]]:
     return everywhere(world_size, fit_all, names, accumulation_steps)
 
 
