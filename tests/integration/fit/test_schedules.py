@@ -232,16 +232,16 @@ def test_a_cycle_that_ends_before_the_fit_is_refused():
     ("schedule", "warns"),
     [
         (lambda optimizer: schedulers.StepLR(optimizer, 1, 0.1), True),  # 1e-10 after ten steps
-        (lambda optimizer: schedulers.StepLR(optimizer, 2, 0.1), True),  # 1e-5
-        (lambda optimizer: schedulers.StepLR(optimizer, 5, 0.1), False),
+        by_night(lambda optimizer: schedulers.StepLR(optimizer, 2, 0.1), True),  # 1e-5
+        by_night(lambda optimizer: schedulers.StepLR(optimizer, 5, 0.1), False),
         (lambda optimizer: schedulers.ExponentialLR(optimizer, 0.1), True),
-        (lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9), False),
+        by_night(lambda optimizer: schedulers.ExponentialLR(optimizer, 0.9), False),
         (lambda optimizer: schedulers.MultiStepLR(optimizer, [1, 2]), True),
-        (lambda optimizer: schedulers.MultiStepLR(optimizer, [1, 7]), False),
+        by_night(lambda optimizer: schedulers.MultiStepLR(optimizer, [1, 7]), False),
         (lambda optimizer: schedulers.CosineAnnealingLR(optimizer, 2), True),
         (lambda optimizer: schedulers.CosineAnnealingLR(optimizer, STEPS), False),
-        (lambda optimizer: schedulers.PolynomialLR(optimizer, 2), True),
-        (lambda optimizer: schedulers.LinearLR(optimizer, 0.1, 1.0, 2), False),
+        by_night(lambda optimizer: schedulers.PolynomialLR(optimizer, 2), True),
+        by_night(lambda optimizer: schedulers.LinearLR(optimizer, 0.1, 1.0, 2), False),
         (
             lambda optimizer: schedulers.ChainedScheduler(
                 [schedulers.LinearLR(optimizer), schedulers.PolynomialLR(optimizer, 2)], optimizer
