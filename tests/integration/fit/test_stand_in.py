@@ -23,7 +23,7 @@ from worlds import TESTS
 import cyxtrain as cx
 
 DAILY = {
-    1: ["dataset", "class weights, ignored targets", "accumulation, ignored targets", "fp16", "checkpoints"],
+    1: ["dataset", "class weights, ignored targets", "accumulation, ignored targets"],
     2: ["arrays", "batch norm", "fp16"],
 }
 """By number of ranks; the others run by night."""
