@@ -81,7 +81,7 @@ def fit_all(losses: tuple[str, ...], effective_batch_size: int) -> dict[Case, di
 
 
 @functools.cache
-def fitted(world_size: int, losses: tuple[str, ...] = DAILY) -> list[dict[Case, dict[str, Any]]]:
+def fitted(world_size: int, losses: tuple[str, ...]) -> list[dict[Case, dict[str, Any]]]:
     """What each rank has after each case."""
     return run_world(world_size, fit_all, losses, PER_RANK * world_size)
 
@@ -105,14 +105,14 @@ def test_micro_batches_make_the_step_of_the_whole(world_size, losses):
 
 
 def test_each_micro_batch_has_its_part_of_the_rows_and_the_last_of_a_step_the_rest():
-    for found in fitted(2):
+    for found in fitted(2, DAILY):
         assert found["mean", 1]["seen"] == [12, 12, 12, 12, 2] * 2  # the last step has 4 rows, 2 on each rank
         assert found["mean", 3]["seen"] == [4] * 12 + [2] + [4] * 12 + [2]
         assert found["mean", 5]["seen"] == ([3, 3, 3, 3] * 4 + [2]) * 2
 
 
 def test_ranks_talk_once_a_step_however_many_micro_batches_it_has():
-    for found in fitted(2):
+    for found in fitted(2, DAILY):
         for loss in DAILY:
             assert {found[loss, steps]["calls"] for steps in (3, 5)} == {found[loss, 1]["calls"]}
 
