@@ -171,7 +171,7 @@ def by_hand(name: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def found_on(world_size: int, accumulation_steps: int, names: tuple[str, ...] = DAILY) -> list[dict[str, Any]]:
+def found_on(world_size: int, accumulation_steps: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
     return everywhere(world_size, fit_all, names, accumulation_steps)
 
 
@@ -198,7 +198,7 @@ def test_terms_are_divided_by_the_weight_of_all_ranks_and_micro_batches(name, wo
 def test_history_and_evaluate_have_each_of_several_losses():
     names = {"losses that a model returns": ("token", "size"), DICTIONARIES[0]: ("token_loss", "size_loss")}
     for name, (token, size) in names.items():
-        found, (_, means) = found_on(1, 1)[0][name], by_hand(name)
+        found, (_, means) = found_on(1, 1, DAILY)[0][name], by_hand(name)
         evaluation = found["evaluations"][0]
         assert (evaluation[token], evaluation[size]) == pytest.approx((means["token"], means["size"]), rel=1e-12)
         numbers = [found["history"][key] for key in ("loss", token, size)]
@@ -207,10 +207,10 @@ def test_history_and_evaluate_have_each_of_several_losses():
 
 
 def test_a_scalar_beside_the_loss_is_shown_and_not_trained():
-    found = found_on(1, 1)[0]["a pair under loss"]
+    found = found_on(1, 1, DAILY)[0]["a pair under loss"]
     assert len(found["history"]["size"]) == EPOCHS
     assert "logits" not in found["history"]
-    np.testing.assert_array_equal(found["parameters"], found_on(1, 1)[0]["a model's pair"]["parameters"])
+    np.testing.assert_array_equal(found["parameters"], found_on(1, 1, DAILY)[0]["a model's pair"]["parameters"])
 
 
 def test_a_step_in_which_no_label_counts_leaves_the_model_as_it_was():
