@@ -83,8 +83,8 @@ def there_and_back(name: str, device: str, path: str) -> list[float]:
     return parameters_of(model)
 
 
-def every_optimizer(path: str, gpu: str) -> dict[str, list[list[float]]]:
-    return {name: [there_and_back(name, device, path) for device in ("cpu", gpu)] for name in OPTIMIZERS}
+def every_optimizer(names: list[str], path: str, gpu: str) -> dict[str, list[list[float]]]:
+    return {name: [there_and_back(name, device, path) for device in ("cpu", gpu)] for name in names}
 
 
 def state_on_the_device(gpu: str, *, capturable: bool) -> list[list[str]]:
@@ -183,11 +183,11 @@ def fit_by_default_on(device: str) -> list[float]:
 # --- one process with all of it -------------------------------------------------------------------------------------
 
 
-def all_alone(folder: str, gpu: str = GPU) -> dict[str, Any]:
+def all_alone(folder: str, optimizers: list[str], gpu: str = GPU) -> dict[str, Any]:
     with cx.init(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return {
-            "optimizers": every_optimizer(f"{folder}/one.ckpt", gpu),
+            "optimizers": every_optimizer(optimizers, f"{folder}/one.ckpt", gpu),
             "state": [state_on_the_device(gpu, capturable=capturable) for capturable in (False, True)],
             "checkpoints": checkpoints(f"{folder}/all", gpu),
             "generators": generators(gpu),

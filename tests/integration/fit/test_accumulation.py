@@ -33,8 +33,12 @@ LOSSES = {
     "none": nn.CrossEntropyLoss(reduction="none"),
     "sum and weight": sum_and_weight,
 }
+DAILY = ("mean", "sum and weight")
 Case = tuple[str, int]
-CASES: list[Case] = list(itertools.product(LOSSES, (1, 3, 5)))
+
+
+def cases_of(losses: tuple[str, ...]) -> list[Case]:
+    return list(itertools.product(losses, (1, 3, 5)))
 
 
 class Watching(nn.Module):
@@ -72,42 +76,44 @@ def fit(loss: str, accumulation_steps: int, effective_batch_size: int) -> dict[s
     }
 
 
-def fit_all(effective_batch_size: int) -> dict[Case, dict[str, Any]]:
-    return {case: fit(*case, effective_batch_size) for case in CASES}
+def fit_all(losses: tuple[str, ...], effective_batch_size: int) -> dict[Case, dict[str, Any]]:
+    return {case: fit(*case, effective_batch_size) for case in cases_of(losses)}
 
 
 @functools.cache
-def fitted(world_size: int) -> list[dict[Case, dict[str, Any]]]:
+def fitted(world_size: int, losses: tuple[str, ...]) -> list[dict[Case, dict[str, Any]]]:
     """What each rank has after each case."""
-    return run_world(world_size, fit_all, PER_RANK * world_size)
+    return run_world(world_size, fit_all, losses, PER_RANK * world_size)
 
 
 def furthest(found: Floats, expected: Floats) -> float:
     return float(abs(found - expected).max())
 
 
-@pytest.mark.parametrize("world_size", [by_night(1), 2, by_night(3)])
-def test_micro_batches_make_the_step_of_the_whole(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "losses"), [(2, DAILY), *(by_night(world_size, tuple(LOSSES)) for world_size in (1, 2, 3))]
+)
+def test_micro_batches_make_the_step_of_the_whole(world_size, losses):
     effective = PER_RANK * world_size
     with one_process():
-        expected = {loss: fit(loss, 1, effective) for loss in LOSSES}
-    for found in fitted(world_size):
-        for loss, steps in CASES:
+        expected = {loss: fit(loss, 1, effective) for loss in losses}
+    for found in fitted(world_size, losses):
+        for loss, steps in cases_of(losses):
             ours, whole = found[loss, steps], expected[loss]
             assert furthest(ours["parameters"], whole["parameters"]) < 1e-12, (loss, steps)
             assert ours["history"] == pytest.approx(whole["history"], rel=1e-12), (loss, steps)
 
 
 def test_each_micro_batch_has_its_part_of_the_rows_and_the_last_of_a_step_the_rest():
-    for found in fitted(2):
+    for found in fitted(2, DAILY):
         assert found["mean", 1]["seen"] == [12, 12, 12, 12, 2] * 2  # the last step has 4 rows, 2 on each rank
         assert found["mean", 3]["seen"] == [4] * 12 + [2] + [4] * 12 + [2]
         assert found["mean", 5]["seen"] == ([3, 3, 3, 3] * 4 + [2]) * 2
 
 
 def test_ranks_talk_once_a_step_however_many_micro_batches_it_has():
-    for found in fitted(2):
-        for loss in LOSSES:
+    for found in fitted(2, DAILY):
+        for loss in DAILY:
             assert {found[loss, steps]["calls"] for steps in (3, 5)} == {found[loss, 1]["calls"]}
 
 

@@ -143,7 +143,7 @@ def plain(output: Tensor, target: Tensor) -> Tensor:
 
 def test_a_loss_that_comes_near_a_cross_entropy_by_chance_shows_no_accuracy():
     """A new model's loss is near ln(classes) in every layout: 1 of 20 came within a thousandth of a wrong one."""
-    for seed in range(100):
+    for seed in range(40):
         generator = torch.Generator().manual_seed(seed)
         scores = 0.1 * torch.randn(16, 8, 11, generator=generator)
         target = torch.randint(11, (16, 8), generator=generator)

@@ -514,6 +514,7 @@ def resume_two(folder: str) -> list[Any]:
     return [first == fit_noisy(7, folder, path) for path in paths]
 
 
+@pytest.mark.nightly
 def test_the_same_on_two_ranks(tmp_path):
     assert run_world(2, resume_two, str(tmp_path)) == [[True, True, True]] * 2
 
@@ -563,11 +564,11 @@ def fit_compiled(folder: str, resume: str | None, *, compiled: bool) -> list[Any
     return [history.history, fingerprint(model)]
 
 
-def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(tmp_path):
+@pytest.mark.parametrize("compiled", [False, by_night(True)])
+def test_a_checkpoint_of_a_compiled_model_is_one_of_the_model(compiled, tmp_path):
     with one_process():
         whole = fit_compiled(str(tmp_path), None, compiled=True)
-        for compiled in (True, False):
-            assert fit_compiled(str(tmp_path), str(tmp_path / "epoch-0002.ckpt"), compiled=compiled) == whole
+        assert fit_compiled(str(tmp_path), str(tmp_path / "epoch-0002.ckpt"), compiled=compiled) == whole
 
 
 def test_a_state_that_is_nobodys_is_said(tmp_path):

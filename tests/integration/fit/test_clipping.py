@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fitting import flat, make_model, make_rows, one_process, run_world
+from fitting import everywhere, flat, make_model, make_rows, one_process
 from markers import by_night
 from torch import nn
 
@@ -63,7 +63,7 @@ def test_every_way_of_clipping_is_that_of_one_process(world_size):
         by_hand(lambda _: None),
     ]
     assert len({vector.tobytes() for vector in expected}) == 4  # each way does something
-    for found in run_world(world_size, train, WAYS, 12):
+    for found in everywhere(world_size, train, WAYS, 12):
         for ours, wanted in zip(found, expected, strict=True):
             assert float(abs(ours - wanted).max()) < 1e-12
 

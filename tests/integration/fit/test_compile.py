@@ -11,6 +11,7 @@ import pytest
 import torch
 from deep_model import make_deep
 from fitting import adam, flat, make_model, make_rows, one_process, run_world
+from markers import by_night
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -328,7 +329,7 @@ def history_of(graphs: Graphs, kind: str) -> list[Any]:
     return [*values, trainer.evaluate(x, y).loss]
 
 
-@pytest.mark.parametrize("kind", ["own", "classes", "binary"])
+@pytest.mark.parametrize("kind", [by_night("own"), "classes", by_night("binary")])
 def test_what_outlives_a_step_is_copied_out_of_cuda_graphs(monkeypatch, kind):
     with one_process():
         usual = history_of(Graphs(), kind)

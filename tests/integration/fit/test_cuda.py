@@ -395,7 +395,9 @@ def test_ranks_of_nccl_end_with_the_error_of_the_one_that_failed(how, words):
 
 def test_state_checkpoints_generators_and_the_default_device_are_where_they_have_to_be(tmp_path):
     environment = {"DISTRIBUTED_BACKEND": "cpu"}
-    [result] = run_processes(1, placement_runs.all_alone, str(tmp_path), GPU, env=environment, seconds=200.0)
+    [result] = run_processes(
+        1, placement_runs.all_alone, str(tmp_path), [*placement_runs.OPTIMIZERS], GPU, env=environment, seconds=200.0
+    )
     found = result.value
     for on_cpu, on_gpu in (*found["optimizers"].values(), found["default device"]):
         np.testing.assert_allclose(on_gpu, on_cpu, rtol=1e-2, atol=1e-3)

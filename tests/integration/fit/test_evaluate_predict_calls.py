@@ -84,9 +84,12 @@ def data_of(kind: str) -> Any:
     return loader if kind == "loader" else lambda: iter(loader)
 
 
-def take_steps() -> list[Any]:
+KINDS = ("arrays", "loader", "stream")
+
+
+def take_steps(kinds: tuple[str, ...]) -> list[Any]:
     found: list[Any] = []
-    for kind in ("arrays", "loader", "stream"):
+    for kind in kinds:
         size = 3 if kind == "arrays" else None
         targets = ROWS[1] if kind == "arrays" else None
         for steps in (1, 2, 5, 99):
@@ -95,14 +98,16 @@ def take_steps() -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [by_night(1), 2, by_night(4)])
-def test_steps_are_the_first_batches_of_all_ranks_together(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "kinds"), [(2, ("arrays", "stream")), *(by_night(world_size, KINDS) for world_size in (1, 2, 4))]
+)
+def test_steps_are_the_first_batches_of_all_ranks_together(world_size, kinds):
     with one_process():
         trainer, expected = trainer_of(), []
         for rows in (3, 6, 15, 20):
             expected.append([*trainer.evaluate(ROWS[0][:rows], ROWS[1][:rows], batch_size=3)])
             expected.append(trainer.predict(ROWS[0][:rows], batch_size=3).numpy())
-    for found in everywhere(world_size, take_steps):
+    for found in everywhere(world_size, take_steps, kinds):
         for place, each in enumerate(found):
             np.testing.assert_allclose(each, expected[place % 8], rtol=1e-6)
             assert np.shape(each) == np.shape(expected[place % 8])
@@ -123,8 +128,8 @@ def stop_early(kind: str, last_rank: bool, keras: bool) -> list[Any]:
     return [numbers, rows.numpy(), again]
 
 
-@pytest.mark.parametrize("kind", ["arrays", "loader", "stream"])
-@pytest.mark.parametrize(("world_size", "rows"), [(1, 6), (2, 12), by_night(4, 20)])
+@pytest.mark.parametrize("kind", [by_night("arrays"), "loader", "stream"])
+@pytest.mark.parametrize(("world_size", "rows"), [by_night(1, 6), (2, 12), by_night(4, 20)])
 def test_a_callback_on_any_rank_ends_both_with_the_first_rows(world_size, rows, kind):
     with one_process():
         expected = [*trainer_of().evaluate(ROWS[0][:rows], ROWS[1][:rows], batch_size=3)]
@@ -149,7 +154,7 @@ def stop_at_once() -> list[float]:
     return [found.loss, expected.loss, len(trainer.predict(ROWS[0], callbacks=StopsAtOnce()))]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_request_as_it_begins_ends_it_after_the_first_batches(world_size):
     for found, expected, rows in everywhere(world_size, stop_at_once):
         assert found == pytest.approx(expected, rel=1e-6)
@@ -170,7 +175,7 @@ def validate_a_part() -> list[float]:
     return [*stops.calls, weights.loss]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_validation_ends_likewise(world_size):
     for found, expected in everywhere(world_size, validate_a_part):
         assert found == pytest.approx(expected, rel=1e-6)
@@ -311,7 +316,7 @@ def validate_two_sets() -> tuple[list[int], float, float]:
     return stops.batches, history.validations[-1]["val_b_loss"], trainer.evaluate(*ROWS).loss
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_request_in_one_of_several_validation_sets_leaves_the_others_whole(world_size):
     for batches, second, whole in everywhere(world_size, validate_two_sets):
         assert batches == [0, *range(4 // world_size)]

@@ -76,12 +76,12 @@ def outcome(function, *arguments):
         return type(error).__name__, str(error)
 
 
-def fail_and_fit_again():
+def fail_and_fit_again(places):
     with cx.init():
         right = fit(make_trainer("nowhere"))
         wrapper = cx.DistributedDataParallel(make_model())
         found = []
-        for place in PLACES:
+        for place in places:
             trainer = make_trainer(place)
             errors = [outcome(fit, trainer)]
             if place == "evaluate":
@@ -157,9 +157,12 @@ def training_calls(folder):
     }
 
 
-def fail_before_each(kind, *arguments):
+def fail_before_each(kind, names, *arguments):
+    """Fails before each call of a kind, or before those of some names."""
     with cx.init():
-        for name, (function, right) in kind(*arguments).items():
+        calls = kind(*arguments)
+        for name in names or calls:
+            function, right = calls[name]
             failed = outcome(fit, make_trainer("a callback"))
             assert "broken in a callback" in str(failed), name
             assert function() == right, name
@@ -207,10 +210,14 @@ def fail_in_a_group_that_pytorch_made():
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, by_night(3)])
-def test_after_a_failed_fit_the_next_one_is_as_right_as_the_first(world_size):
-    ranks = values(run_ranks(world_size, fail_and_fit_again, seconds=60))
-    for number, place in enumerate(PLACES):
+@pytest.mark.parametrize(
+    ("world_size", "places"),
+    [(2, ("forward", "the optimizer", "evaluate")), *(by_night(world_size, PLACES) for world_size in (2, 3))],
+    ids=["2-some", "2-all", "3-all"],
+)
+def test_after_a_failed_fit_the_next_one_is_as_right_as_the_first(world_size, places):
+    ranks = values(run_ranks(world_size, fail_and_fit_again, places, seconds=60))
+    for number, place in enumerate(places):
         for rank, (found, _) in enumerate(ranks):
             errors, again, is_right, parameters = found[number]
             text = [error[1] for error in errors if "broken" in str(error)]
@@ -256,13 +263,17 @@ def test_group_that_pytorch_made_is_the_programs_to_make_anew():
         assert "To continue, make a new default process group on every rank." in refused[1]
 
 
-@pytest.mark.parametrize("world_size", [2, by_night(3)])
-def test_after_a_failed_fit_every_collective_begins_a_new_world(world_size):
-    values(run_ranks(world_size, fail_before_each, collective_calls, seconds=60))
+@pytest.mark.parametrize(
+    ("world_size", "names"),
+    [(2, ("barrier", "all_reduce", "send", "all_gather_with_grad")), by_night(2, ()), by_night(3, ())],
+)
+def test_after_a_failed_fit_every_collective_begins_a_new_world(world_size, names):
+    values(run_ranks(world_size, fail_before_each, collective_calls, names, seconds=60))
 
 
-def test_after_a_failed_fit_every_other_call_of_all_ranks_does_too(tmp_path):
-    values(run_ranks(2, fail_before_each, training_calls, str(tmp_path), seconds=60))
+@pytest.mark.parametrize("names", [("DistributedDataParallel", "train_on_batch", "training_step"), by_night(())])
+def test_after_a_failed_fit_every_other_call_of_all_ranks_does_too(names, tmp_path):
+    values(run_ranks(2, fail_before_each, training_calls, names, str(tmp_path), seconds=60))
 
 
 def test_a_failed_message_is_followed_by_a_new_world():

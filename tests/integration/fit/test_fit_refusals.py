@@ -364,15 +364,15 @@ def right_fit() -> str:
     return fingerprint(trainer.model)
 
 
-def refuse_all(one_rank: bool) -> tuple[list[str], str]:
-    """Gives each wrong thing to every rank, or to rank 1 only; returns the errors, and the bits of a right fit then."""
+def refuse_all(one_rank: bool, every: int) -> tuple[list[str], str]:
+    """Gives every n-th wrong thing to all ranks, or to rank 1 only; returns the errors, and the bits of a right fit."""
     is_right = one_rank and cx.get_rank() == 0
-    return [ending(right_fit if is_right else way) for way, _ in WRONG], right_fit()
+    return [ending(right_fit if is_right else way) for way, _ in WRONG[::every]], right_fit()
 
 
-@pytest.mark.parametrize("one_rank", [False, by_night(True)])
-def test_every_rank_refuses_also_what_only_one_of_them_was_given(one_rank):
-    (first, bits), (second, other_bits) = run_world(2, refuse_all, one_rank)
+@pytest.mark.parametrize(("one_rank", "every"), [(False, 6), by_night(False, 1), (True, 6), by_night(True, 1)])
+def test_every_rank_refuses_also_what_only_one_of_them_was_given(one_rank, every):
+    (first, bits), (second, other_bits) = run_world(2, refuse_all, one_rank, every)
     assert bits == other_bits
     assert [text for text in (*first, *second) if not text.startswith("ConfigError: ")] == []
     for text, own in zip(first, second, strict=True):
@@ -770,7 +770,7 @@ def fit_diverging(rate: float) -> list[str]:
     return caught
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_loss_that_leaves_all_bounds_is_warned_of_once(world_size):
     first, *others = everywhere(world_size, fit_diverging, 1e9)
     assert len(first) == 1

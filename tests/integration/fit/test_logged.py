@@ -325,7 +325,7 @@ def clash() -> str:
     return str(error.value)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_name_that_a_validation_has_is_refused_on_all_ranks(world_size):
     for text in everywhere(world_size, clash):
         assert text.startswith(
@@ -364,7 +364,7 @@ def fit_clipped() -> list[Any]:
     return [history.metrics, [norm for _, norm in norms.values], [rate for _, rate in rates.values]]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_the_history_has_the_last_rate_and_the_mean_norm_of_each_epoch(world_size):
     metrics, norms, rates = everywhere(world_size, fit_clipped)[-1]
     with one_process():
@@ -483,7 +483,7 @@ def what_is_skipped() -> list[Any]:
     return [counted(Counting(), None, train_step=step, **settings) for step in steps]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_what_runs_twice_counts_once(world_size):
     for found in everywhere(world_size, what_runs_twice)[0]:
         assert (found["rows"], found["large"]) == ([37], [2**24 + 1])
@@ -492,7 +492,7 @@ def test_what_runs_twice_counts_once(world_size):
 
 
 @pytest.mark.filterwarnings("ignore:.*The step is skipped")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_skipped_steps_numbers_count_as_little_as_its_loss(world_size):
     for found in everywhere(world_size, what_is_skipped)[0]:
         assert (found["rows"], found["own rows"], found["time"]) == ([29], [29], [1_764_311_015.25])

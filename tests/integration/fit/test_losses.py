@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import adam, flat, make_model, make_rows, one_process, outcome, run_world
-from markers import by_night
+from markers import by_night, nightly_where
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -128,11 +128,18 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 }
 
 
-def fit_all() -> dict[str, Any]:
-    """Trains and evaluates each problem, on however many ranks there are."""
+NIGHTLY = (
+    *("label smoothing", "class weights", "sum", "none", "functional cross entropy", "squared error by name"),
+    *("the model's own, in a dictionary", "functional absolute error", "squared error, sum"),
+)
+DAILY = tuple(name for name in PROBLEMS if name not in NIGHTLY)
+
+
+def fit_all(names: tuple[str, ...]) -> dict[str, Any]:
+    """Trains and evaluates some problems, on however many ranks there are."""
     found = {}
-    for name, make in PROBLEMS.items():
-        model, loss_fn, inputs, targets = make()
+    for name in names:
+        model, loss_fn, inputs, targets = PROBLEMS[name]()
         trainer = cx.DistributedTrainer(model, loss_fn, adam(model))
         history = trainer.fit(inputs, targets, epochs=1, effective_batch_size=EFFECTIVE, shuffle=False, verbose=False)
         evaluation = [*dict(trainer.evaluate(inputs, targets, batch_size=2)).values()]
@@ -141,14 +148,19 @@ def fit_all() -> dict[str, Any]:
 
 
 @functools.cache
-def alone() -> dict[str, Any]:
+def alone(names: tuple[str, ...]) -> dict[str, Any]:
     with one_process():
-        return fit_all()
+        return fit_all(names)
 
 
 @functools.cache
-def on_ranks(world_size: int) -> list[dict[str, Any]]:
-    return run_world(world_size, fit_all)
+def on_ranks(world_size: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    return run_world(world_size, fit_all, names)
+
+
+def those_beside(name: str) -> tuple[str, ...]:
+    """Returns the problems that are trained with one, by day or by night."""
+    return NIGHTLY if name in NIGHTLY else DAILY
 
 
 def plain_loss(model: nn.Module, loss_fn: Any, inputs: Tensor, targets: Tensor) -> Tensor:
@@ -172,33 +184,36 @@ def train_by_hand(model: nn.Module, loss_fn: Any, inputs: Tensor, targets: Tenso
         optimizer.step()
 
 
+@nightly_where(lambda name: name in NIGHTLY)
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_one_rank_does_what_a_loop_by_hand_does(name):
     model, loss_fn, inputs, targets = PROBLEMS[name]()
     train_by_hand(model, loss_fn, inputs, targets)
-    np.testing.assert_allclose(alone()[name]["parameters"], flat(model.parameters()), rtol=0, atol=1e-12)
+    found = alone(those_beside(name))[name]
+    np.testing.assert_allclose(found["parameters"], flat(model.parameters()), rtol=0, atol=1e-12)
     model.eval()
     with torch.no_grad():
         expected = plain_loss(model, loss_fn, inputs, targets).item()
-    assert alone()[name]["evaluation"][0] == pytest.approx(expected, rel=1e-12, nan_ok=True)
+    assert found["evaluation"][0] == pytest.approx(expected, rel=1e-12, nan_ok=True)
 
 
+@nightly_where(lambda name: name in NIGHTLY)
 @pytest.mark.parametrize("world_size", [2, by_night(3)])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_n_ranks_do_what_one_rank_does(name, world_size):
-    expected = alone()[name]
-    first = on_ranks(world_size)[0][name]
+    expected = alone(those_beside(name))[name]
+    first, *others = (found[name] for found in on_ranks(world_size, those_beside(name)))
     np.testing.assert_allclose(first["parameters"], expected["parameters"], rtol=0, atol=1e-12)
     for ours, theirs in zip(first["history"], expected["history"], strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12, nan_ok=True)
     assert first["evaluation"] == pytest.approx(expected["evaluation"], rel=1e-12, nan_ok=True)
-    for other in on_ranks(world_size)[1:]:
-        assert other[name]["fingerprint"] == first["fingerprint"]
-        assert repr(other[name]["history"]) == repr(first["history"])
+    for other in others:
+        assert other["fingerprint"] == first["fingerprint"]
+        assert repr(other["history"]) == repr(first["history"])
 
 
 def test_ignored_rows_do_not_count_for_accuracy_whatever_the_reduction():
-    counted = {name: found["evaluation"][1] for name, found in alone().items() if "ignored rows" in name}
+    counted = {name: found["evaluation"][1] for name, found in alone(DAILY).items() if "ignored rows" in name}
     for name, accuracy in counted.items():
         model, loss_fn, inputs, targets = PROBLEMS[name]()
         train_by_hand(model, loss_fn, inputs, targets)
@@ -209,15 +224,15 @@ def test_ignored_rows_do_not_count_for_accuracy_whatever_the_reduction():
 
 
 def test_accuracy_is_there_for_classes_and_binary_targets_alone():
-    without = {name for name, found in alone().items() if not found["history"][1]}
-    regressions = {name for name in PROBLEMS if "error" in name or "model's own" in name}
+    without = {name for name, found in alone(DAILY).items() if not found["history"][1]}
+    regressions = {name for name in DAILY if "error" in name or "model's own" in name}
     assert without == regressions | {"probabilities", "divergence, batchmean", "only ignored rows"}
-    assert np.isnan(alone()["only ignored rows"]["evaluation"][1])
-    assert len(alone()["squared error"]["evaluation"]) == 1
+    assert np.isnan(alone(DAILY)["only ignored rows"]["evaluation"][1])
+    assert len(alone(DAILY)["squared error"]["evaluation"]) == 1
     model, loss_fn, inputs, targets = PROBLEMS["binary with logits"]()
     train_by_hand(model, loss_fn, inputs, targets)
     right = ((model(inputs.double()) > 0) == targets).double().mean().item()
-    assert alone()["binary with logits"]["evaluation"][1] == right
+    assert alone(DAILY)["binary with logits"]["evaluation"][1] == right
 
 
 def test_a_batch_in_which_nothing_counts_changes_nothing():

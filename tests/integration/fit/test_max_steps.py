@@ -160,9 +160,9 @@ def fit_longer(folder: str, shorter: dict[str, Any], longer: dict[str, Any]) -> 
     [
         by_night(1, {"max_steps": 7}, {"max_steps": 13}),
         by_night(2, {"max_steps": 7}, {"max_steps": 13}),
-        (1, {"max_steps": 7, "scheduler_interval": "epoch"}, {"epochs": 2, "scheduler_interval": "epoch"}),
+        by_night(1, {"max_steps": 7, "scheduler_interval": "epoch"}, {"epochs": 2, "scheduler_interval": "epoch"}),
         (1, {"max_steps": 7, "epochs": 2, "validate_every_n_steps": 3}, {"epochs": 2, "validate_every_n_steps": 3}),
-        (2, {"epochs": 1, "validate_every_n_steps": 3}, {"epochs": 2, "validate_every_n_steps": 3}),
+        by_night(2, {"epochs": 1, "validate_every_n_steps": 3}, {"epochs": 2, "validate_every_n_steps": 3}),
     ],
 )
 def test_a_longer_fit_continues_where_the_shorter_one_ended(world_size, shorter, longer, tmp_path):
@@ -192,20 +192,32 @@ def fit_by_rank(folder: str, settings: dict[str, Any], saves: str = "") -> list[
     return [trainer.step, hooks.validations, history.train_losses]
 
 
-def test_a_longer_fit_on_more_ranks_counts_the_steps_of_the_checkpoint(tmp_path):
-    """An epoch has eight steps on two ranks, and four on four ranks."""
-    [whole, _] = run_world(2, fit_by_rank, str(tmp_path / "whole"), {})
-    run_world(2, fit_by_rank, str(tmp_path / "kept"), {"max_steps": 4})
-    for steps, validations, losses in run_world(4, fit_by_rank, str(tmp_path / "kept"), {}):
-        assert (steps, validations) == (8, [6, 8])
+def steps_of(ranks: int) -> int:
+    """Of an epoch: twice as many ranks take half as many steps."""
+    return 16 // ranks
+
+
+def validated(first: int, last: int) -> list[int]:
+    return [step for step in range(first, last + 1) if step % 3 == 0 or step == last]
+
+
+@pytest.mark.parametrize(("few", "many"), [(1, 2), by_night(2, 4)])
+def test_a_longer_fit_on_more_ranks_counts_the_steps_of_the_checkpoint(few, many, tmp_path):
+    steps = steps_of(few)
+    whole, *_ = everywhere(few, fit_by_rank, str(tmp_path / "whole"), {})
+    everywhere(few, fit_by_rank, str(tmp_path / "kept"), {"max_steps": steps // 2})
+    for found, validations, losses in run_world(many, fit_by_rank, str(tmp_path / "kept"), {}):
+        assert (found, validations) == (steps, validated(steps // 2 + 1, steps))
         assert losses == pytest.approx(whole[2], rel=1e-5)
 
 
-def test_a_complete_fit_is_complete_on_more_ranks_too(tmp_path):
-    [whole, _] = run_world(2, fit_by_rank, str(tmp_path), {})
-    assert whole[:2] == [8, [3, 6, 8]]
-    for found in run_world(4, fit_by_rank, str(tmp_path), {}):
-        assert found == [8, [], whole[2]]
+@pytest.mark.parametrize(("few", "many"), [(1, 2), by_night(2, 4)])
+def test_a_complete_fit_is_complete_on_more_ranks_too(few, many, tmp_path):
+    steps = steps_of(few)
+    whole, *_ = everywhere(few, fit_by_rank, str(tmp_path), {})
+    assert whole[:2] == [steps, validated(1, steps)]
+    for found in run_world(many, fit_by_rank, str(tmp_path), {}):
+        assert found == [steps, [], whole[2]]
 
 
 def test_a_complete_fit_that_one_rank_has_saved_again_can_be_continued(tmp_path):

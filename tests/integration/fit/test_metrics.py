@@ -224,16 +224,17 @@ def test_ranks_without_a_row_take_part():
         assert found == pytest.approx(alone)
 
 
-def few_numbers() -> dict[str, float]:
-    """Three rows of two numbers for four ranks."""
+def few_numbers(batch_size: int) -> dict[str, float]:
+    """Three rows of two numbers, in batches for fewer ranks than there are."""
     model, loss, (inputs, targets), names = task("two numbers")
     trainer = cx.DistributedTrainer(model, loss, "sgd", metrics=names)
-    return dict(trainer.evaluate(inputs[:3], targets[:3], batch_size=1))
+    return dict(trainer.evaluate(inputs[:3], targets[:3], batch_size=batch_size))
 
 
-def test_ranks_without_a_row_take_part_in_sums_of_several_outputs():
-    [alone] = everywhere(1, few_numbers)
-    for found in run_world(4, few_numbers):
+@pytest.mark.parametrize(("world_size", "batch_size"), [(2, 3), by_night(4, 1)])
+def test_ranks_without_a_row_take_part_in_sums_of_several_outputs(world_size, batch_size):
+    [alone] = everywhere(1, few_numbers, batch_size)
+    for found in run_world(world_size, few_numbers, batch_size):
         assert found == pytest.approx(alone, nan_ok=True)  # a correlation with equal targets
 
 
@@ -411,12 +412,12 @@ def test_numpy_is_no_trouble():
         assert found["mae"] == pytest.approx(by_scikit_learn("numbers")["mae"], rel=1e-6)
 
 
-def test_lines_in_the_middle_of_an_epoch_change_no_number():
-    for world_size in (1, 2):
-        for often, never in zip(
-            everywhere(world_size, fit_with_lines, 1), everywhere(world_size, fit_with_lines, 0), strict=True
-        ):
-            assert often == never
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
+def test_lines_in_the_middle_of_an_epoch_change_no_number(world_size):
+    for often, never in zip(
+        everywhere(world_size, fit_with_lines, 1), everywhere(world_size, fit_with_lines, 0), strict=True
+    ):
+        assert often == never
 
 
 def fit_with_lines(every: int) -> dict[str, list[float]]:
@@ -490,8 +491,10 @@ def test_the_area_under_the_curve_is_nan_if_all_rows_are_of_one_class(label):
         assert math.isnan(trainer.evaluate(inputs, torch.full_like(targets, label))["auc"])
 
 
-@pytest.mark.parametrize("targets", [(0, 1, 1), (0, 0, 1), (1, 1, 1), (0, 0, 0), (1, 0, 1)])
-@pytest.mark.parametrize("predicted", [(1, 1, 1), (0, 0, 0), (0, 1, 1), (1, 1, 0)])
+@pytest.mark.parametrize(
+    "targets", [(0, 1, 1), by_night((0, 0, 1)), (1, 1, 1), by_night((0, 0, 0)), by_night((1, 0, 1))]
+)
+@pytest.mark.parametrize("predicted", [(1, 1, 1), by_night((0, 0, 0)), (0, 1, 1), by_night((1, 1, 0))])
 def test_the_coefficient_of_matthews_is_scikit_learns_also_of_one_class(targets, predicted):
     scores = torch.tensor(predicted).double() * 2 - 1
     with one_process():
@@ -671,7 +674,7 @@ def evaluate_tokens() -> list[dict[str, float]]:
     ]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_metrics_of_tokens_leave_out_padding_wherever_the_classes_are_and_whose_loss_it_is(world_size):
     for right, *found in everywhere(world_size, evaluate_tokens):
         for each in found:

@@ -17,7 +17,7 @@ import cyxtrain as cx
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 ROWS, EFFECTIVE = 21, 8  # batches of 8, 8 and 5: two ranks get different numbers of rows
-WORLDS = [1, 2, by_night(4)]
+WORLDS = [by_night(1), 2, by_night(4)]
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -130,7 +130,7 @@ def saved(folder: str) -> tuple[Any, Any]:
     return next(states), next(states)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_checkpoint_continues_bit_for_bit(world_size, tmp_path):
     outcomes = everywhere(world_size, saved, str(tmp_path))
     assert all(one == other == outcomes[0][0] for one, other in outcomes)
@@ -258,7 +258,7 @@ def weighted_with_an_ignored_class(by_fit: bool) -> Any:
     return flat(trainer.model.parameters())
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_class_that_the_loss_ignores_needs_no_class_weight(world_size):
     with one_process():
         fitted = weighted_with_an_ignored_class(True)

@@ -291,7 +291,7 @@ def test_an_optimizer_that_no_step_uses_is_warned_of_once():
     assert len([each for each in warned if "do not change" in str(each.message)]) == 1
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [1, by_night(2)])
 def test_a_fit_of_two_optimizers_resumes_bit_for_bit(world_size, tmp_path):
     for whole, resumed in everywhere(world_size, resumed_gan, tmp_path / "middle.ckpt"):
         assert whole["fingerprint"] == resumed["fingerprint"]
@@ -347,7 +347,7 @@ def train_spoiled(on_nonfinite: str) -> tuple[list[Any], list[str], str]:
     return noting.seen, caught, error
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_loss_of_nan_skips_the_update_of_its_optimizer_alone(world_size):
     ranks = everywhere(world_size, train_spoiled, "skip")
     for seen, _, error in ranks:
@@ -391,8 +391,8 @@ def spoiled_gradients(on_nonfinite: str) -> tuple[str, list[float]]:
     return text, []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
+@pytest.mark.parametrize("on_nonfinite", [by_night("raise"), "skip"])
 def test_a_gradient_of_nan_is_that_of_the_rank_that_made_it(world_size, on_nonfinite):
     found = everywhere(world_size, spoiled_gradients, on_nonfinite)
     text, seen = found[0]
@@ -443,7 +443,9 @@ IN_STEP_2 = "rank 1 called self.optimize(optimizer='g') as call 1 of step 2, and
         (unlike_calls, "order", 1, (IN_STEP_2, "rank 0 called self.optimize(optimizer='d') as call 1 of step 2")),
         by_night(unlike_calls, "none", 1, ("rank 1 was in all_reduce", "(optimizer='d') as call 1 of step 2")),
         by_night(on_tcp, "order", 3, (f"{IN_STEP_2}(optimizer='d') as call 1 of step 2",)),
-        (on_tcp, "more", 3, ("rank 1 called self.optimize(optimizer='d') as call 3 of step 2, and rank 0 called",)),
+        by_night(
+            on_tcp, "more", 3, ("rank 1 called self.optimize(optimizer='d') as call 3 of step 2, and rank 0 called",)
+        ),
     ],
 )
 def test_other_calls_of_optimize_on_one_rank_are_named(function, kind, outputs, expected):
@@ -475,7 +477,7 @@ def final_scale() -> tuple[float, float]:
     return scales[0], scales[1]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_the_loss_scale_is_updated_once_per_step(world_size):
     for grown, fallen in everywhere(world_size, final_scale):
         assert grown == 2.0**12  # it doubles after two steps, not after two updates
@@ -595,7 +597,7 @@ def accumulated() -> list[dict[str, Any]]:
     return outcomes
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_one_update_per_step_accumulates_micro_batches(world_size):
     (whole, _), *_ = everywhere(1, accumulated)
     for outcomes in zip(*everywhere(world_size, accumulated), strict=True):
@@ -616,7 +618,7 @@ def two_in_a_plain_fit() -> list[Any]:
     return outcomes
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_plain_fit_steps_all_of_its_optimizers(world_size):
     for one, two in everywhere(world_size, two_in_a_plain_fit):
         assert one["fingerprint"] == two["fingerprint"]
@@ -632,7 +634,7 @@ def steps_on_batches() -> list[Any]:
     return [flat(each.model.parameters()) for each in (fitted, called)] + [sorted(measured[0]), called.step]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_train_on_batch_makes_the_updates_of_its_step(world_size):
     for fitted, called, names, step in everywhere(world_size, steps_on_batches):
         np.testing.assert_allclose(fitted, called, rtol=1e-12)
@@ -737,7 +739,7 @@ def constant_nan_where_marked(trainer: cx.DistributedTrainer, batch: Any) -> Ten
     return trainer.optimize(torch.tensor(torch.nan).double() if is_marked(x) else loss)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_an_update_with_a_constant_loss_of_nan_is_not_taken(world_size):
     for error in everywhere(world_size, error_of, constant_nan_where_marked, [13]):
         assert f"step 2 (2 in all), optimizer: on rank {world_size - 1}, the loss is nan" in error
@@ -749,7 +751,7 @@ def optimized_where_marked(trainer: cx.DistributedTrainer, batch: Any) -> Tensor
     return trainer.optimize(loss) if trainer.step == 0 or is_marked(x) else loss
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_an_update_in_a_micro_batch_and_not_in_the_last_one_is_refused(world_size):
     for error in everywhere(world_size, error_of, optimized_where_marked, [8, 9], 2):
         assert "called self.optimize in a micro-batch of step 2, and not in the last one" in error
@@ -815,7 +817,7 @@ def messages() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_what_cannot_work_is_refused_before_anything_starts(world_size):
     for found in everywhere(world_size, messages):
         for text, expected in zip(found, refusals(), strict=True):

@@ -83,8 +83,11 @@ def evaluated(form: str) -> dict[str, float]:
     return dict(trainer.evaluate(*rows_of(form), batch_size=4, return_dict=True))
 
 
-@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
-def test_each_is_that_of_a_model_with_this_output_alone(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "forms"),
+    [(2, ("dataclass", "tuple")), *(by_night(world_size, (*FORMS,)) for world_size in (1, 2, 3))],
+)
+def test_each_is_that_of_a_model_with_this_output_alone(world_size, forms):
     x, answers = rows_of()
     expected: dict[str, float] = {}
     with one_process():
@@ -94,7 +97,7 @@ def test_each_is_that_of_a_model_with_this_output_alone(world_size):
             expected |= {f"{name}_{own}": each for own, each in measured.items()}
     assert {"digit_accuracy", "digit_auc_class_2", "digit_theirs_class_0", "size_largest", "size_most"} <= {*expected}
     expected |= {"loss": sum(expected[f"{name}_loss"] for name in LOSSES)}
-    for form in FORMS:
+    for form in forms:
         number = {f"{name}_": f"{place}_" for place, name in enumerate(Parts._fields)} if form == "tuple" else {}
         for found in everywhere(world_size, evaluated, form):
             for prefix, place in number.items():

@@ -12,17 +12,36 @@ import pytest
 from placement_runs import OPTIMIZERS, ROWS, all_alone, all_in_world
 from stand_in.running import run_command, run_on_stand_in
 
+DAILY = ["Adam", "SGD", "NAdam"]
+NIGHTLY = [name for name in OPTIMIZERS if name not in DAILY]
+
 
 @pytest.fixture(scope="module")
 def alone(fakegpu_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    [found] = run_on_stand_in(fakegpu_folder, 1, all_alone, str(tmp_path_factory.mktemp("saved")))
+    [found] = run_on_stand_in(fakegpu_folder, 1, all_alone, str(tmp_path_factory.mktemp("saved")), DAILY)
     return found  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizers_state_follows_the_model_to_a_device_and_back(alone, name):
-    on_cpu, on_device = alone["optimizers"][name]
+@pytest.fixture(scope="module")
+def alone_by_night(fakegpu_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    [found] = run_on_stand_in(fakegpu_folder, 1, all_alone, str(tmp_path_factory.mktemp("saved")), NIGHTLY)
+    return found  # type: ignore[no-any-return]
+
+
+def check_optimizer(results: list[Any]) -> None:
+    on_cpu, on_device = results
     np.testing.assert_allclose(on_device, on_cpu, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", DAILY)
+def test_an_optimizers_state_follows_the_model_to_a_device_and_back(alone, name):
+    check_optimizer(alone["optimizers"][name])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", NIGHTLY)
+def test_the_state_of_other_optimizers_does_so_too(alone_by_night, name):
+    check_optimizer(alone_by_night["optimizers"][name])
 
 
 def test_counts_that_python_reads_stay_on_the_cpu_unless_the_step_is_capturable(alone):

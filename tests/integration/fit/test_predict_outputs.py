@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import adam, everywhere, make_model, make_rows, one_process, run_world, seeded
-from markers import by_night, nightly_where
+from markers import by_night
 from refusals import refusal, refuses
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
@@ -22,7 +22,8 @@ import cyxtrain as cx
 pytestmark = pytest.mark.usefixtures("rank_server")
 
 SIZES = (1, 2, 3, 4, 5, 7, 9)
-WORLDS = [1, 2, by_night(4)]
+DAILY_SIZES = (1, 2, 5)
+WORLDS = [by_night(1), 2, by_night(4)]
 
 
 def trainer_of(model: nn.Module, loss_fn: Any = None) -> cx.DistributedTrainer:
@@ -56,7 +57,7 @@ def spread(output: Any, target: Any) -> float:
     return float(np.std(output))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_model_that_returns_the_same_memory_for_each_batch_has_the_outputs_of_all(world_size):
     wanted = 2.0 * make_rows(12)[0][:, :3].numpy()
     for found, over_all in everywhere(world_size, predict_from_one_buffer):
@@ -112,18 +113,18 @@ def plain(output: Any) -> Any:
     return output if output is None else (type(output).__name__, str(output.dtype), output.tolist())
 
 
-def predict_sentences() -> list[Any]:
+def predict_sentences(sizes: tuple[int, ...]) -> list[Any]:
     trainer = trainer_of(Scorer())
     found = []
-    for size in SIZES:
+    for size in sizes:
         for data in (batches_of(size), functools.partial(iter, batches_of(size))):
             found += [plain(trainer.predict(data, pad_value=pad_value)) for pad_value in (None, -1.5)]
     return found
 
 
-def expected_sentences() -> list[Any]:
+def expected_sentences(sizes: tuple[int, ...]) -> list[Any]:
     model, found = Scorer(), []
-    for size in SIZES:
+    for size in sizes:
         with torch.no_grad():
             outputs = [model(batch["words"]) for batch in batches_of(size)]
         last = torch.cat([output["last"] for output in outputs])
@@ -135,12 +136,13 @@ def expected_sentences() -> list[Any]:
     return found
 
 
-@nightly_where(lambda world_size: world_size == 1)
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_rows_of_batches_that_are_padded_to_their_longest_are_a_list_or_are_padded(world_size):
-    expected = expected_sentences()
-    assert sum(isinstance(found["scores"], list) for found in expected) == 2 * sum(size > 2 for size in SIZES)
-    for found in everywhere(world_size, predict_sentences):
+@pytest.mark.parametrize(
+    ("world_size", "sizes"), [(2, DAILY_SIZES), *(by_night(world_size, SIZES) for world_size in (1, 2, 4))]
+)
+def test_rows_of_batches_that_are_padded_to_their_longest_are_a_list_or_are_padded(world_size, sizes):
+    expected = expected_sentences(sizes)
+    assert sum(isinstance(found["scores"], list) for found in expected) == 2 * sum(size > 2 for size in sizes)
+    for found in everywhere(world_size, predict_sentences, sizes):
         assert found == expected
 
 
@@ -256,7 +258,7 @@ def test_outputs_keep_their_structure_and_their_class_on_every_rank(world_size):
         assert found == {name: repr(each) for name, each in expected.items()}
 
 
-@pytest.mark.parametrize("kind", ["dataclass", "both"])
+@pytest.mark.parametrize("kind", [by_night("dataclass"), "both"])
 def test_a_model_that_returns_a_dataclass_is_one_that_trains(kind):
     inputs, labels = make_rows(8)
     with one_process():
@@ -335,7 +337,7 @@ def predict_packed(rows: int, folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 @pytest.mark.parametrize("rows", [by_night(1), 7, by_night(13)])
 def test_packed_sequences_are_rows_in_the_order_of_the_data_and_states_stay_beside_them(rows, world_size, tmp_path):
     inputs = sequences(rows)
@@ -378,8 +380,8 @@ def predict_states(rows_first: bool, layers: int, rows: int) -> tuple[list[Any],
     return [list(state.shape) for state in states], list(output.shape)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize(("layers", "rows"), [(1, 1), (1, 7), (2, 1), (2, 2), (3, 7)])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
+@pytest.mark.parametrize(("layers", "rows"), [by_night(1, 1), by_night(1, 7), (2, 1), by_night(2, 2), (3, 7)])
 def test_states_keep_their_rows_in_the_second_dimension(world_size, layers, rows):
     for states, output in everywhere(world_size, predict_states, False, layers, rows):
         assert (states, output) == ([[layers, rows, 3]] * 2, [rows, 1, 3])
@@ -402,7 +404,7 @@ class NeedsLabels(nn.Module):
         return self.body(inputs, labels)
 
 
-@pytest.mark.parametrize("by_name", [False, True])
+@pytest.mark.parametrize("by_name", [by_night(False), True])
 def test_a_model_that_requires_the_targets_trains_and_does_not_predict(by_name):
     inputs, labels = make_rows(8)
     given: Any = {"inputs": inputs} if by_name else inputs

@@ -77,9 +77,9 @@ def plain(output: Any) -> Any:
     return output if output is None else (type(output).__name__, str(output.dtype), output.tolist())
 
 
-def predict_several(folder: str) -> list[Any]:
+def predict_several(folder: str, sizes: tuple[int, ...]) -> list[Any]:
     found = []
-    for size in (1, 7):
+    for size in sizes:
         loader = sentences(size)
         for number, pad_value in enumerate((None, -1.0)):
             where = f"{folder}/{size}-{number}"
@@ -93,15 +93,15 @@ def predict_several(folder: str) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, by_night(4)])
-def test_a_folder_has_what_predict_returns_and_the_same_files_on_any_number_of_ranks(world_size, tmp_path):
+@pytest.mark.parametrize(("world_size", "sizes"), [(2, (7,)), by_night(2, (1,)), by_night(4, (1, 7))])
+def test_a_folder_has_what_predict_returns_and_the_same_files_on_any_number_of_ranks(world_size, sizes, tmp_path):
     contents = []
     for ranks in (1, world_size):
-        for found in everywhere(ranks, predict_several, str(tmp_path / str(ranks))):
-            assert found == [True] * 10
+        for found in everywhere(ranks, predict_several, str(tmp_path / str(ranks)), sizes):
+            assert found == [True] * (4 * len(sizes) + 2)
         contents.append({path.name: content_of(path) for path in sorted((tmp_path / str(ranks)).iterdir())})
     assert contents[0] == contents[1]
-    assert len(contents[0]) == 9
+    assert len(contents[0]) == 4 * len(sizes) + 1
 
 
 def test_rows_are_read_by_number_by_slice_and_one_after_the_other(tmp_path):
@@ -190,7 +190,7 @@ def fill_the_disk(folder: str) -> list[Any]:
 
 
 @pytest.mark.skipif(os.name == "nt", reason="there is no such limit")
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_full_disk_is_an_error_on_every_rank_and_the_next_call_continues(world_size, tmp_path):
     for found in everywhere(world_size, fill_the_disk, str(tmp_path)):
         assert found[0].startswith(f"Cannot write predictions {tmp_path}/shard-00000")
@@ -274,7 +274,7 @@ def stop_and_continue(folder: str) -> list[Any]:
     return [*found, len(again), torch.equal(again[:], expected)]
 
 
-@pytest.mark.parametrize(("world_size", "rows"), [(1, 3), (2, 6)])
+@pytest.mark.parametrize(("world_size", "rows"), [by_night(1, 3), (2, 6)])
 def test_a_callback_ends_it_with_the_first_shards_and_the_next_call_continues(world_size, rows, tmp_path):
     for found in everywhere(world_size, stop_and_continue, str(tmp_path)):
         assert found == [rows, True, 130, True]

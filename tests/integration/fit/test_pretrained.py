@@ -119,13 +119,17 @@ def train_and_resume(kind: str, folder: str) -> list[dict[str, Any]]:
     return [*found, train(kind, folder, drops=True)]
 
 
-@pytest.mark.parametrize("kind", ["small", by_night("hugging face")])
-def test_it_is_trained_in_training_mode_as_one_rank_does_and_resumed(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "world_sizes"), [("small", (2,)), by_night("small", (3,)), by_night("hugging face", (2, 3))]
+)
+def test_it_is_trained_in_training_mode_as_one_rank_does_and_resumed(
+    kind: str, world_sizes: tuple[int, ...], tmp_path: Path
+) -> None:
     if kind == "hugging face":
         pytest.importorskip("transformers")
     (tmp_path / "1").mkdir()
     alone = run_world(1, train_and_resume, kind, str(tmp_path / "1"))[0]
-    for world_size in (2, 3):
+    for world_size in world_sizes:
         folder = tmp_path / str(world_size)
         folder.mkdir()
         for dropped, whole, resumed in run_world(world_size, train_and_resume, kind, str(folder)):

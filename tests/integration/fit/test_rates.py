@@ -47,13 +47,13 @@ def trace(asked: dict[str, Any], **settings: Any) -> tuple[list[float], cx.Distr
     return found.rates, trainer
 
 
-def traces() -> dict[str, list[float]]:
-    return {name: trace(asked)[0] for name, asked in ASKED.items()}
+def traces(names: tuple[str, ...]) -> dict[str, list[float]]:
+    return {name: trace(ASKED[name])[0] for name in names}
 
 
 def test_each_step_has_the_rate_that_was_asked_for():
     with one_process():
-        found = traces()
+        found = traces(tuple(ASKED))
     warm = [0.25, 0.5, 0.75, 1.0]
     cosine = [(1 + math.cos(math.pi * step / (STEPS - 4))) / 2 for step in range(STEPS - 4)]
     expected = {
@@ -70,17 +70,19 @@ def test_each_step_has_the_rate_that_was_asked_for():
         assert found[name] == pytest.approx(expected[name], rel=1e-12), name
 
 
-@pytest.mark.parametrize("world_size", [2, by_night(4)])
-def test_the_trace_is_the_same_on_any_number_of_ranks(world_size):
+@pytest.mark.parametrize(
+    ("world_size", "names"), [(2, ("all", "root")), by_night(2, (*ASKED,)), by_night(4, (*ASKED,))]
+)
+def test_the_trace_is_the_same_on_any_number_of_ranks(world_size, names):
     with one_process():
-        alone = traces()
-    for found in run_world(world_size, traces):
-        assert found == {name: alone[name] for name in found}
+        alone = traces(names)
+    for found in run_world(world_size, traces, names):
+        assert found == alone
 
 
 def test_without_an_effective_batch_size_the_rate_grows_with_the_ranks():
     for world_size in (1, 2):
-        for found in run_world(world_size, scaled_by_ranks):
+        for found in everywhere(world_size, scaled_by_ranks):
             assert found == pytest.approx([0.1 * world_size, 0.01 * world_size])
 
 
@@ -113,13 +115,17 @@ class Interrupt(cx.callbacks.Callback):
             raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize("name", ["all", by_night("warm-up before it")])
-def test_a_fit_resumed_in_or_after_its_warm_up_has_the_rates_and_bits_of_the_whole(tmp_path: Path, name: str, capsys):
+@pytest.mark.parametrize(
+    ("name", "steps"), [("all", (3, 11)), *(by_night(name, (2, 3, 4, 11)) for name in ("all", "warm-up before it"))]
+)
+def test_a_fit_resumed_in_or_after_its_warm_up_has_the_rates_and_bits_of_the_whole(
+    tmp_path: Path, name: str, steps: tuple[int, ...], capsys
+):
     asked = ASKED[name]
     with one_process():
         whole, trainer = trace(asked)
         bits = fingerprint(trainer.model)
-        for step in (2, 3, 4, 11):
+        for step in steps:
             folder = {"checkpoint_dir": f"{tmp_path}/{step}", "checkpoint_every_n_steps": 1, "resume": "auto"}
             kept = {key: value for key, value in asked.items() if key != "scheduler"}
             fit = {"epochs": 3, "batch_size": 4, "effective_batch_size": 16, **folder, **kept}
@@ -205,7 +211,7 @@ def after_a_stop_within_the_warm_up(folder: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_fit_after_one_that_stopped_in_its_warm_up_scales_the_programs_rate_once(world_size: int, tmp_path: Path):
     warm = [0.25, 0.5, 0.75, 1.0]
     for found in everywhere(world_size, after_a_stop_within_the_warm_up, str(tmp_path)):
@@ -254,8 +260,8 @@ def after_a_group_was_added(schedule: str) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", GROUP_SCHEDULES)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("schedule", [by_night("none"), by_night("by name"), "function"])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_group_added_between_two_fits_is_scaled_and_scheduled_from_its_own_rate(world_size: int, schedule: str):
     for found in everywhere(world_size, after_a_group_was_added, schedule):
         for name, rates in found.items():

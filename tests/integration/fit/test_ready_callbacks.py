@@ -128,16 +128,16 @@ def plateau(**more: Any) -> tuple[list[Any], str]:
     return seen.values, fingerprint(trainer.model)
 
 
-def resumed_plateau(folder: str) -> list[tuple[list[Any], str]]:
-    whole = plateau(checkpoint_every_n_steps=4, checkpoint_dir=folder)
+def resumed_plateau(folder: str, every: int) -> list[tuple[list[Any], str]]:
+    whole = plateau(checkpoint_every_n_steps=every, checkpoint_dir=folder)
     return [whole] + [plateau(resume=str(path)) for path in sorted(Path(folder).glob("step-*.ckpt"))]
 
 
-@pytest.mark.parametrize("world_size", [1, by_night(2)])
-def test_a_plateau_resumes(world_size, tmp_path):
-    for whole, *resumed in everywhere(world_size, resumed_plateau, str(tmp_path)):
+@pytest.mark.parametrize(("world_size", "every"), [(1, 8), by_night(1, 4), by_night(2, 4)])
+def test_a_plateau_resumes(world_size, every, tmp_path):
+    for whole, *resumed in everywhere(world_size, resumed_plateau, str(tmp_path), every):
         assert [rates[0] for _, rates in whole[0]] == [0.1, 0.05, 0.025, 0.0125, 0.00625]
-        assert len(resumed) > 4
+        assert len(resumed) >= 25 // every
         assert all(found == whole for found in resumed)
 
 
@@ -370,7 +370,7 @@ def saved_in_place_of_a_file(path: str, only_weights: bool) -> tuple[type, str]:
     raise AssertionError
 
 
-@pytest.mark.parametrize("only_weights", [False, True])
+@pytest.mark.parametrize("only_weights", [False, by_night(True)])
 def test_a_model_checkpoint_that_cannot_be_written_is_an_error_with_a_remedy(only_weights, tmp_path):
     path = tmp_path / "file"
     path.touch()
@@ -547,7 +547,7 @@ def test_averages_are_the_same_on_any_number_of_ranks():
         np.testing.assert_allclose(found[1], weights, rtol=1e-9)
 
 
-@pytest.mark.parametrize("kind", [EMA, SWA])
+@pytest.mark.parametrize("kind", [EMA, by_night(SWA)])
 def test_an_average_is_loaded_with_the_best_checkpoint_and_applied_by_hand(kind, tmp_path):
     average = kind(0.5) if kind is EMA else kind(0)
     settings = {"keep_best": "val_loss", "load_best": True, "checkpoint_dir": str(tmp_path), "epochs": 6}

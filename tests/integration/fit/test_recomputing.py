@@ -8,6 +8,7 @@ import pytest
 import torch
 from deep_model import Block, make_deep
 from fitting import fingerprint, make_rows, one_process
+from markers import by_night
 from torch import nn
 
 import cyxtrain as cx
@@ -26,14 +27,14 @@ def fit(recompute: bool, settings: dict[str, Any]) -> Any:
     return fingerprint(model), sum(block.runs for block in model.blocks)
 
 
-def test_a_model_that_calculates_anew_has_the_same_bits():
-    for settings in ({}, {"precision": "bf16"}, {"accumulation_steps": 2}):
-        with one_process():
-            bits, runs = fit(False, settings)
-            found, more = fit(True, settings)
-        assert found == bits
-        steps = 4 * settings.get("accumulation_steps", 1)
-        assert more == runs + 4 * steps  # each block once more in each backward
+@pytest.mark.parametrize("settings", [by_night({}), by_night({"precision": "bf16"}), {"accumulation_steps": 2}])
+def test_a_model_that_calculates_anew_has_the_same_bits(settings):
+    with one_process():
+        bits, runs = fit(False, settings)
+        found, more = fit(True, settings)
+    assert found == bits
+    steps = 4 * settings.get("accumulation_steps", 1)
+    assert more == runs + 4 * steps  # each block once more in each backward
 
 
 def kept_bytes(model: nn.Module, inputs: torch.Tensor) -> int:

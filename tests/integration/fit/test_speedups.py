@@ -137,7 +137,7 @@ def fit_images(channels_last: bool, dims: int = 2) -> dict[str, Any]:
     return {"losses": history.train_losses, "used": found, "strides": strides == {model[0].weight.stride()}}
 
 
-@pytest.mark.parametrize(("world_size", "dims"), [(1, 2), (1, 3), by_night(2, 2)])
+@pytest.mark.parametrize(("world_size", "dims"), [(1, 2), by_night(1, 3), by_night(2, 2)])
 def test_channels_last_is_used_by_all_convolutions_and_changes_no_number(world_size, dims):
     with one_process():
         usual = fit_images(False, dims)
@@ -169,7 +169,7 @@ def fit_bare(settings: dict[str, Any]) -> Any:
     return flat(model.parameters())
 
 
-@pytest.mark.parametrize("before", [False, True])
+@pytest.mark.parametrize("before", [by_night(False), True])
 @pytest.mark.filterwarnings("ignore:.*channels_last was:UserWarning")
 def test_a_checkpoint_resumes_in_either_memory_format(tmp_path, before):
     def fit(epochs: int, channels_last: bool, **more: Any) -> Any:

@@ -23,12 +23,8 @@ from worlds import TESTS
 import cyxtrain as cx
 
 DAILY = {
-    1: [
-        *("arrays", "dataset", "stream", "arrays on the device", "class weights, ignored targets", "batch norm"),
-        *("accumulation, ignored targets", "adagrad", "bf16", "fp16", "bfloat16 parameters", "skipped rows"),
-        "checkpoints",
-    ],
-    2: ["arrays", "class weights, ignored targets", "batch norm", "accumulation, ignored targets", "fp16"],
+    1: ["dataset", "class weights, ignored targets", "accumulation, ignored targets"],
+    2: ["arrays", "batch norm", "fp16"],
 }
 """By number of ranks; the others run by night."""
 BOUND = (0.1, 0.1)

@@ -30,7 +30,7 @@ from file_tracker import (
     join_late_threads,
 )
 from fitting import make_model, make_rows, one_process, run_new_world
-from markers import nightly_where
+from markers import by_night, nightly_where
 from rank_processes import run_ranks
 from refusals import refuses, warning_texts
 
@@ -74,7 +74,7 @@ def test_points_are_those_of_the_history_and_only_rank_0_logs(undisturbed, tmp_p
     assert of_kind(f"{tmp_path}/calls", "finish") == ["FINISHED"]
 
 
-@nightly_where(lambda place: place[0] not in ("batch", "end"))
+@nightly_where(lambda place: place != ("batch", 11, True))
 @posix
 @pytest.mark.parametrize("place", PLACES, ids=str)
 def test_a_killed_fit_that_resumes_gives_the_curves_of_the_undisturbed_one(place, undisturbed, tmp_path):
@@ -319,7 +319,7 @@ def test_a_process_is_forked_when_the_first_call_has_returned(alone, tmp_path):
     assert found == [True] * 3
 
 
-@pytest.mark.parametrize("kind", ["start", "log", "finish"])
+@pytest.mark.parametrize("kind", [by_night("start"), "log", by_night("finish")])
 def test_a_service_that_does_not_answer_is_left_alone(kind, alone, tmp_path, short_waits):
     gate = threading.Event()
     tracker = FileTracker(f"{tmp_path}/calls", (kind, gate), log_every_n_steps=0)
@@ -339,7 +339,7 @@ def test_what_waits_is_in_the_checkpoint_and_sent_when_the_fit_resumes(alone, tm
     assert settings["model"] == "Sequential"
 
 
-@pytest.mark.parametrize("kind", ["start", "log"])
+@pytest.mark.parametrize("kind", [by_night("start"), "log"])
 def test_what_waits_at_the_end_is_sent_by_the_next_fit_in_the_folder(kind, alone, tmp_path, short_waits):
     file = f"{tmp_path}/calls"
     first = FailingTracker(file, kind, 1000)
@@ -371,7 +371,7 @@ def test_a_thread_that_is_late_sends_the_rest_while_the_process_lives(alone, tmp
     assert [step for step, _ in curves(file)["loss"]] == [5, 10, 15]
 
 
-@pytest.mark.parametrize("kind", ["start", "log"])
+@pytest.mark.parametrize("kind", ["start", by_night("log")])
 def test_a_wrong_key_is_one_warning_and_failed_calls_are_repeated(kind, alone, tmp_path, short_waits):
     texts = fit_beside(FailingTracker(f"{tmp_path}/calls", kind, 1))
     assert texts == ["FailingTracker: PermissionError: wrong key. Training continues; failed calls are repeated."]

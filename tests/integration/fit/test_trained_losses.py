@@ -89,16 +89,16 @@ def train(settings: dict[str, Any], optimizer: Any = "adam") -> dict[str, Any]:
     return {"bits": [fingerprint(model), fingerprint(loss)], "history": history.history, "steps": loss.steps.item()}
 
 
-def train_and_resume(folder: str) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    whole = train({"checkpoint_dir": folder, "checkpoint_every_n_steps": 2})
+def train_and_resume(folder: str, every: int) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
+    whole = train({"checkpoint_dir": folder, "checkpoint_every_n_steps": every})
     cx.barrier()
     paths = sorted(path for path in Path(folder).iterdir() if path.suffix == ".ckpt")
     return whole, {path.name: train({"checkpoint_dir": folder, "resume": path}) for path in paths}
 
 
-@pytest.mark.parametrize("world_size", [1, by_night(2), by_night(3)])
-def test_a_fit_with_a_loss_that_learns_is_resumed_bit_for_bit(world_size: int, tmp_path: Path) -> None:
-    for whole, resumed in everywhere(world_size, train_and_resume, str(tmp_path)):
+@pytest.mark.parametrize(("world_size", "every"), [(1, 5), *(by_night(world_size, 2) for world_size in (1, 2, 3))])
+def test_a_fit_with_a_loss_that_learns_is_resumed_bit_for_bit(world_size: int, every: int, tmp_path: Path) -> None:
+    for whole, resumed in everywhere(world_size, train_and_resume, str(tmp_path), every):
         assert len(resumed) >= 2
         for name, found in resumed.items():
             assert found == whole, name
@@ -111,7 +111,10 @@ class Still(Cosine):
         return functional.cross_entropy(4 * functional.linear(output, functional.normalize(self.weight)), target)
 
 
-def learn_in_many_ways(ways: list[str]) -> list[list[Any]]:
+WAYS = ("a name", "an object", "by output", "a method")
+
+
+def learn_in_many_ways(ways: tuple[str, ...]) -> list[list[Any]]:
     return [learn_in(way) for way in ways]
 
 
@@ -132,9 +135,10 @@ def learn_in(way: str) -> list[Any]:
     return [flat([*model.parameters(), loss.weight]), bool((before != loss.weight).any())]
 
 
-@pytest.mark.parametrize("world_size", [2, by_night(3)])
-def test_n_ranks_train_a_loss_as_one_rank_does_however_it_is_given(world_size) -> None:
-    ways = ["a name", "an object", "by output", "a method"]
+@pytest.mark.parametrize(
+    ("world_size", "ways"), [(2, ("an object", "by output")), by_night(2, ("a name", "a method")), by_night(3, WAYS)]
+)
+def test_n_ranks_train_a_loss_as_one_rank_does_however_it_is_given(world_size, ways) -> None:
     alone = everywhere(1, learn_in_many_ways, ways)[0]
     for found in run_world(world_size, learn_in_many_ways, ways):
         for way, (values, learned), (expected, _) in zip(ways, found, alone, strict=True):

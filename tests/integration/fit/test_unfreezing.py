@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import fingerprint, flat, make_model, make_rows, one_process, run_world
+from markers import by_night
 from refusals import refusal
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
@@ -74,8 +75,11 @@ def fitted(make: Any = None, callback: Any = Unfreeze, scheduler: Any = None, **
     return trainer
 
 
-def parameters_of_each_kind() -> dict[str, Any]:
-    return {name: flat(fitted(**kind).model.parameters()) for name, kind in KINDS.items()}
+DAILY = ("momentum", "thaw", "function")
+
+
+def parameters_of_each_kind(names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: flat(fitted(**KINDS[name]).model.parameters()) for name in names}
 
 
 def by_hand(make: Any, order: list[list[int]]) -> Any:
@@ -93,9 +97,10 @@ def by_hand(make: Any, order: list[list[int]]) -> Any:
     return flat(model.parameters())
 
 
-def test_what_is_unfrozen_is_trained_as_by_hand_and_alike_on_any_number_of_ranks():
+@pytest.mark.parametrize("names", [DAILY, by_night(tuple(KINDS))], ids=["some", "all"])
+def test_what_is_unfrozen_is_trained_as_by_hand_and_alike_on_any_number_of_ranks(names):
     with one_process():
-        alone = parameters_of_each_kind()
+        alone = parameters_of_each_kind(names)
         frozen = flat(frozen_model()[0].parameters())
     sampler = cx.DistributedSampler(ROWS, seed=42, rank=0, world_size=1)
     order = []
@@ -103,9 +108,9 @@ def test_what_is_unfrozen_is_trained_as_by_hand_and_alike_on_any_number_of_ranks
         sampler.set_epoch(epoch)
         indices = [int(each) for each in sampler.get_indices()]
         order += [indices[start : start + BATCH] for start in range(0, ROWS, BATCH)]
-    for name in ("momentum", "adam"):
+    for name in {"momentum", "adam"} & {*names}:
         np.testing.assert_allclose(alone[name], by_hand(KINDS[name]["make"], order), rtol=0, atol=1e-6)
-    for found in run_world(2, parameters_of_each_kind):
+    for found in run_world(2, parameters_of_each_kind, names):
         for name, values in found.items():
             assert not np.allclose(values[: len(frozen)], frozen, atol=1e-4), name
             np.testing.assert_allclose(values, alone[name], rtol=0, atol=1e-6, err_msg=name)
@@ -187,7 +192,9 @@ def test_unfreezing_on_one_rank_only_is_refused_on_all():
         assert "rank 1 differs from rank 0 in which parameters are trained" in text
 
 
-@pytest.mark.parametrize("make", [KINDS["momentum"]["make"], KINDS["dampening"]["make"], torch.optim.Adagrad])
+@pytest.mark.parametrize(
+    "make", [by_night(KINDS["momentum"]["make"]), by_night(KINDS["dampening"]["make"]), torch.optim.Adagrad]
+)
 def test_layers_unfrozen_between_two_fits_are_stepped_by_the_fused_optimizer_too(make: Any):
     found = []
     with one_process():

@@ -59,9 +59,9 @@ def plain(max_steps: int | None) -> tuple[str, list[float]]:
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        ({}, [(1, 10), (2, 20)]),
+        by_night({}, [(1, 10), (2, 20)]),
         by_night({"validation_freq": 2}, [(2, 20)]),
-        ({"validate_every_n_steps": 4}, [(1, 4), (1, 8), (2, 12), (2, 16), (2, 20)]),
+        by_night({"validate_every_n_steps": 4}, [(1, 4), (1, 8), (2, 12), (2, 16), (2, 20)]),
         ({"validate_every_n_steps": 7}, [(1, 7), (2, 14), (2, 20)]),
         by_night({"validate_every_n_steps": 99}, [(2, 20)]),
         ({"validation_freq": 0.5}, [(1, 5), (1, 10), (2, 15), (2, 20)]),
@@ -110,7 +110,7 @@ def test_each_validation_calls_the_hooks():
 
 
 def rows_of() -> list[list[dict[str, float]]]:
-    ways = ({"validate_every_n_steps": 3, "validation_data": NAMED}, {"validate_every_n_minutes": 1e-9, "max_steps": 2})
+    ways = ({"validate_every_n_steps": 6, "validation_data": NAMED}, {"validate_every_n_minutes": 1e-9, "max_steps": 2})
     # A model without dropout, which every rank would draw for itself.
     return [make_trainer(make_model()).fit(*ROWS, **{**FIT, **way}).validations for way in ways]
 
@@ -143,8 +143,16 @@ class StopsAt(cx.callbacks.Callback):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-@pytest.mark.parametrize("freq", [{"validate_every_n_steps": 4}, by_night({"validation_freq": 0.4})])
-def test_a_fit_resumes_between_and_within_validations(freq, tmp_path):
+@pytest.mark.parametrize(
+    ("freq", "places", "stops"),
+    [
+        ({"validate_every_n_steps": 4}, (3, -5), (8,)),
+        by_night({"validate_every_n_steps": 4}, (3, 4, 9, -5), (4, 8, 20)),
+        by_night({"validation_freq": 0.4}, (3, 4, 9, -5), (4, 8, 20)),
+    ],
+)
+def test_a_fit_resumes_between_and_within_validations(freq, places, stops, tmp_path):
+    """Stops are within an epoch; in the last one; at its end."""
     early = {"monitor": "val_f1", "patience": 9, "restore_best_weights": True}
 
     def run(**more: Any) -> tuple[Any, ...]:
@@ -161,9 +169,9 @@ def test_a_fit_resumes_between_and_within_validations(freq, tmp_path):
         whole = run(checkpoint_every_n_steps=2, callbacks=[StopsAt(0, tmp_path)])
         paths = [*sorted(tmp_path.glob("by-hand-*")), *sorted(tmp_path.glob("runs/step-*"))]
         assert len(paths) == 30
-        for path in (paths[3], paths[4], paths[9], paths[-5]):
-            assert run(resume=str(path)) == whole
-        for step in (4, 8, 20):  # within an epoch; in the last one; at its end
+        for place in places:
+            assert run(resume=str(paths[place])) == whole
+        for step in stops:
             for path in tmp_path.glob("runs/*"):
                 path.unlink()
             kept = {"checkpoint_every_n_epochs": 9, "resume": "auto"}
@@ -196,7 +204,7 @@ def test_patience_counts_validations():
     assert early.stop_reason.startswith("val_loss has not improved for 4 validations")
 
 
-@pytest.mark.parametrize("better", ["val_loss", "val_f1"])
+@pytest.mark.parametrize("better", [by_night("val_loss"), "val_f1"])
 def test_the_best_validation_is_kept_and_its_weights_loaded(better, tmp_path):
     class Weights(cx.callbacks.Callback):
         def on_validation_end(self, epoch: int, logs: Any = None) -> None:
@@ -230,7 +238,7 @@ def saved_best(folder: str, average: bool, resume: str | None = None) -> Any:
     return [found == fingerprint(trainer.model), history["validations"], history["train_losses"]]
 
 
-@pytest.mark.parametrize(("world_size", "average"), [(1, True), (2, False)])
+@pytest.mark.parametrize(("world_size", "average"), [(1, True), by_night(2, False)])
 def test_a_callback_saves_the_best_validation_as_keep_best_does(world_size, average, tmp_path):
     for found in everywhere(world_size, saved_best, str(tmp_path), average):
         assert found[0]  # the weights that were validated, an average too
@@ -246,7 +254,7 @@ def test_a_callback_saves_the_best_validation_as_keep_best_does(world_size, aver
         assert again[1:] == found[1:]
 
 
-@nightly_where(lambda first: not first)
+@nightly_where(lambda first, validates: not first or not validates)
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize("validates", [True, False])
 def test_the_best_weights_are_those_that_were_validated(validates, first, tmp_path):
@@ -280,7 +288,7 @@ def test_the_best_weights_are_those_that_were_validated(validates, first, tmp_pa
     [
         ({"patience": 2}, 9, "val_near_loss has not improved for 2 validations; best 1.*at step 3$"),
         ({"patience": 2, "start_from_epoch": 1}, 18, "for 2 validations; best .* at step 12$"),
-        ({"patience": 3, "baseline": -1.0}, 9, "for 3 validations; best"),
+        by_night({"patience": 3, "baseline": -1.0}, 9, "for 3 validations; best"),
         ({"patience": 2, "monitor": "val_far_accuracy", "mode": "max"}, 9, "val_far_accuracy has not improved"),
     ],
 )

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fitting import everywhere, flat, one_process, run_world, seeded
-from markers import nightly_where
+from markers import by_night, nightly_where
 from refusals import refuses
 from torch import Tensor, nn
 from torch.nn import functional
@@ -115,6 +115,8 @@ PROBLEMS: dict[str, Problem] = {
     "a loss of one's own for each output": (Tagger, {"token": token_pair, "size": "mse"}, FACTORS, tokens_and_error),
 }
 DICTIONARIES = ("a loss for each output", "a loss of one's own for each output")
+NIGHTLY = ("a loss_fn's pair", "an object's pair", "a loss of one's own for each output")
+DAILY = tuple(name for name in PROBLEMS if name not in NIGHTLY)
 
 
 def data_of(name: str) -> tuple[Tensor, Any]:
@@ -133,9 +135,10 @@ def joined(parts: Parts) -> tuple[Any, dict[str, Any]]:
     return sum(factors.get(name, 1.0) * mean for name, mean in means.items()), means
 
 
-def fit_all(accumulation_steps: int) -> dict[str, Any]:
+def fit_all(names: tuple[str, ...], accumulation_steps: int) -> dict[str, Any]:
     found = {}
-    for name, (make, loss_fn, loss_weights, _) in PROBLEMS.items():
+    for name in names:
+        make, loss_fn, loss_weights, _ = PROBLEMS[name]
         model, (words, labels) = make(), data_of(name)
         optimizer = torch.optim.SGD(model.parameters(), 0.3, momentum=0.5)
         trainer = cx.DistributedTrainer(model, loss_fn, optimizer, loss_weights=loss_weights)
@@ -168,34 +171,34 @@ def by_hand(name: str) -> tuple[Any, Any]:
 
 
 @functools.cache
-def found_on(world_size: int, accumulation_steps: int) -> list[dict[str, Any]]:
-    if world_size > 1:
-        return run_world(world_size, fit_all, accumulation_steps)
-    with one_process():
-        return [fit_all(accumulation_steps)]
+def found_on(world_size: int, accumulation_steps: int, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    return everywhere(world_size, fit_all, names, accumulation_steps)
 
 
-@nightly_where(lambda world_size, accumulation_steps: (world_size, accumulation_steps) != (2, 4))
+@nightly_where(
+    lambda name, world_size, accumulation_steps: (world_size, accumulation_steps) != (2, 4) or name in NIGHTLY
+)
 @pytest.mark.parametrize("accumulation_steps", [1, 4])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_terms_are_divided_by_the_weight_of_all_ranks_and_micro_batches(name, world_size, accumulation_steps):
     parameters, means = by_hand(name)
-    ranks = found_on(world_size, accumulation_steps)
+    names = NIGHTLY if name in NIGHTLY else DAILY
+    ranks = found_on(world_size, accumulation_steps, names)
     for found in ranks:
         np.testing.assert_allclose(found[name]["parameters"], parameters, rtol=0, atol=1e-12)
         assert repr(found[name]["history"]) == repr(ranks[0][name]["history"])
         for evaluation in found[name]["evaluations"]:
             assert evaluation["loss"] == pytest.approx(means["loss"], rel=1e-12)
     shown = ranks[0][name]["history"]
-    first = found_on(1, 1)[0][name]["history"]
+    first = found_on(1, 1, names)[0][name]["history"]
     assert {key: shown[key] for key in first} == {key: pytest.approx(first[key], rel=1e-12) for key in first}
 
 
 def test_history_and_evaluate_have_each_of_several_losses():
     names = {"losses that a model returns": ("token", "size"), DICTIONARIES[0]: ("token_loss", "size_loss")}
     for name, (token, size) in names.items():
-        found, (_, means) = found_on(1, 1)[0][name], by_hand(name)
+        found, (_, means) = found_on(1, 1, DAILY)[0][name], by_hand(name)
         evaluation = found["evaluations"][0]
         assert (evaluation[token], evaluation[size]) == pytest.approx((means["token"], means["size"]), rel=1e-12)
         numbers = [found["history"][key] for key in ("loss", token, size)]
@@ -204,10 +207,10 @@ def test_history_and_evaluate_have_each_of_several_losses():
 
 
 def test_a_scalar_beside_the_loss_is_shown_and_not_trained():
-    found = found_on(1, 1)[0]["a pair under loss"]
+    found = found_on(1, 1, DAILY)[0]["a pair under loss"]
     assert len(found["history"]["size"]) == EPOCHS
     assert "logits" not in found["history"]
-    np.testing.assert_array_equal(found["parameters"], found_on(1, 1)[0]["a model's pair"]["parameters"])
+    np.testing.assert_array_equal(found["parameters"], found_on(1, 1, DAILY)[0]["a model's pair"]["parameters"])
 
 
 def test_a_step_in_which_no_label_counts_leaves_the_model_as_it_was():
@@ -242,7 +245,7 @@ def validated_with_a_nan() -> list[float]:
     return [*history.train_losses, *history.val_losses, trainer.evaluate(x, y).loss]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_nan_in_one_of_several_losses_is_one_in_their_sum(world_size):
     for trained, validated, evaluated in everywhere(world_size, validated_with_a_nan):
         assert np.isfinite(trained)
@@ -264,7 +267,7 @@ def test_only_a_loss_of_weight_0_is_left_out_of_the_sum():
         assert found == pytest.approx(expected, nan_ok=True), (values, weights)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_one_loss_is_multiplied_by_a_number(world_size):
     assert run_world(world_size, halved) == [None] * world_size
 
@@ -503,7 +506,7 @@ def bias_by_default_dtype() -> list[list[float]]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_labels_are_counted_alike_whatever_pytorchs_default_type_is(world_size: int) -> None:
     for first, *others in everywhere(world_size, bias_by_default_dtype):
         assert others == [first] * 3
@@ -531,7 +534,7 @@ def overflowing(as_view: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("as_view", [True, False])
+@pytest.mark.parametrize("as_view", [True, by_night(False)])
 def test_gradients_that_the_division_by_the_weight_makes_infinite_are_not_taken(as_view):
     """Before it they are 18,750, and 8 times as much after it: beyond 65,504."""
     for error in run_world(2, overflowing, as_view):

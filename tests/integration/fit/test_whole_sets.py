@@ -76,10 +76,10 @@ def own_loss(output: Any, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("kind", "batch_size"),
-    [("arrays", 4), by_night("structure", 4), by_night("loader", 4), ("arrays", 64)],
+    [("arrays", 4), by_night("structure", 4), by_night("loader", 4), by_night("arrays", 64)],
     ids=["several batches", "structure", "loader", "one batch"],
 )
-@pytest.mark.parametrize("world_size", [1, 2, by_night(3)])
+@pytest.mark.parametrize("world_size", [by_night(1), 2, by_night(3)])
 def test_it_is_called_once_with_all_rows_in_order_and_the_result_is_on_every_rank(kind, batch_size, world_size):
     ranks = everywhere(world_size, evaluated, kind, batch_size)
     _, given, predicted, classes = ranks[0]
@@ -110,7 +110,7 @@ def fit_measured(**more: Any) -> dict[str, list[float]]:
     return fit(**more).history
 
 
-@pytest.mark.parametrize("world_size", [1, 2, by_night(4)])
+@pytest.mark.parametrize("world_size", [by_night(1), 2, by_night(4)])
 def test_a_fit_measures_it_in_each_validation_alone(world_size):
     for found in everywhere(world_size, fit_measured):
         assert "macro_f1" not in found
