@@ -54,7 +54,7 @@ def test_programs_run_alone(page, tmp_path):
     run_alone(page, tmp_path, with_slow=False, seconds=SECONDS)
 
 
-@nightly_where(lambda page: page.path.name not in ("collectives.md", "resuming.md"))
+@nightly_where(lambda page: page.path.name != "collectives.md")
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.runs_on_two_ranks], ids=lambda page: page.path.name)
 def test_programs_run_on_two_ranks(page, tmp_path):

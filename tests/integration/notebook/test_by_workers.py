@@ -680,7 +680,7 @@ class EnoughInNextEpoch(Staying):
         self.trainer.stop_training = True
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("is_interrupted", [False, by_night(True)])
 def test_workers_are_interrupted_once_however_many_ask_to_stop(is_interrupted, tmp_path, monkeypatch):
     sent: list[Any] = []
     send = Pool._send
