@@ -289,9 +289,7 @@ def test_a_short_stop_and_a_held_gil_change_no_bit(what):
 
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize(
-    "when",
-    [by_night({"at_call": 1}), by_night({"at_call": 7}), by_night({"at_call": 40}), {"at_collective": 3}],
-    ids=repr,
+    "when", [*(by_night({"at_call": number}) for number in (1, 7, 40)), {"at_collective": 3}], ids=repr
 )
 def test_a_rank_that_is_killed_at_a_call_is_named_by_the_others(when):
     ended = run_ranks(3, sums_under, [ProcessFault(Kill(), rank=1, **when)], 30)

@@ -344,7 +344,7 @@ BY_DAY = {
     "a reduce_scatter and an all_reduce",
     "one window and many",
 }
-"""One of each way in which two calls can differ, and of each pair of routes; the others go through the same by night."""
+"""One of each way in which two calls can differ, and of each pair of routes."""
 SECONDS = 1.0
 WAYS = ["unix", "unix, in turns", "tcp"]
 """In turns: as if the ranks ran on two machines, every second one on each. The first of all goes over plain links."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import shelf
-from fitting import everywhere, one_process, run_new_world
+from fitting import everywhere, one_process, run_new_world, run_world
 from markers import by_night, nightly_where
 from rank_processes import run_ranks
 from shelf import fit, fit_in_a_world, kept, move, nothing
