@@ -22,7 +22,7 @@ PAGES = [read_page(path) for path in (ROOT / "README.md", *DOCS)]
 LANGUAGES = {"python", "yaml", "sh", "text", "{toctree}", "{eval-rst}"}
 SECONDS = 60.0
 FIT_PAGES = ("training.md", "steps.md", "losses.md", "optimizers.md", "loops.md", "speed.md")
-BY_NIGHT = (*FIT_PAGES, "callbacks.md", "recipes.md")
+BY_NIGHT = (*FIT_PAGES, "callbacks.md", "data.md", "recipes.md")
 """Pages whose programs take longest; test_front_door.py runs those of the recipes."""
 
 
