@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import json
 import os
 import re
@@ -32,7 +33,12 @@ def modules(root: Path) -> dict[str, Path]:
 @functools.cache
 def tree(path: Path) -> ast.Module:
     """Return a file's syntax tree. Parsed once: the rules are many."""
-    return ast.parse(path.read_text(encoding="utf-8"))
+    gc.disable()  # a tree is many objects that stay, and each collection would search all that there are
+    try:
+        return ast.parse(path.read_text(encoding="utf-8"))
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @functools.cache

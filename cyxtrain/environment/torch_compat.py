@@ -1,6 +1,6 @@
 """The private names of PyTorch that cyxtrain uses, and what happens in a version without one of them.
 
-No other module names them (tests/compat/test_torch_compat.py lists the few that a hot path reads directly). A public
+No other module names them (tests/unit/structure/test_private_names.py lists the few that a hot path reads). A public
 name is used if PyTorch has one.
 """
 

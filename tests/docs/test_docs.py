@@ -22,7 +22,7 @@ PAGES = [read_page(path) for path in (ROOT / "README.md", *DOCS)]
 LANGUAGES = {"python", "yaml", "sh", "text", "{toctree}", "{eval-rst}"}
 SECONDS = 60.0
 FIT_PAGES = ("training.md", "steps.md", "losses.md", "optimizers.md", "loops.md", "speed.md")
-BY_NIGHT = (*FIT_PAGES, "callbacks.md", "recipes.md")
+BY_NIGHT = (*FIT_PAGES, "callbacks.md", "data.md", "recipes.md")
 """Pages whose programs take longest; test_front_door.py runs those of the recipes."""
 
 
@@ -54,7 +54,7 @@ def test_programs_run_alone(page, tmp_path):
     run_alone(page, tmp_path, with_slow=False, seconds=SECONDS)
 
 
-@nightly_where(lambda page: page.path.name not in ("collectives.md", "resuming.md"))
+@nightly_where(lambda page: page.path.name != "collectives.md")
 @pytest.mark.usefixtures("rank_server")
 @pytest.mark.parametrize("page", [page for page in PAGES if page.runs_on_two_ranks], ids=lambda page: page.path.name)
 def test_programs_run_on_two_ranks(page, tmp_path):

@@ -165,7 +165,7 @@ def test_ctrl_c_without_checkpoints_interrupts_a_long_step(tmp_path):
     ("starter", "more"),
     [
         ("alone", {}),
-        ("by hand", {"STREAM": "1"}),
+        by_night("by hand", {"STREAM": "1"}),
         by_night("alone", {"STREAM": "1"}),
         by_night("by hand", {}),
         by_night("alone", {"START_METHOD": "spawn"}),
@@ -194,7 +194,7 @@ def test_a_worker_that_dies_of_the_signal_after_the_fit_has_stopped_is_no_error(
     assert not problem(cell, outcome, tmp_path), outcome.output
 
 
-@pytest.mark.parametrize("more", [{}, {"STREAM": "1"}, by_night({"START_METHOD": "spawn"})])
+@pytest.mark.parametrize("more", [{}, by_night({"STREAM": "1"}), by_night({"START_METHOD": "spawn"})])
 def test_workers_outlive_signals_and_end_with_their_rank(more, tmp_path):
     program = Program(tmp_path / "fit", "alone", "step", 2, **more)
     try:

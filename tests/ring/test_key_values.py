@@ -16,6 +16,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from markers import by_night, nightly_where
 from rank_processes import environment, run_processes, run_ranks, values
 from strangers import HELLO, WORDS, connect, hear_all, say
 from worlds import free_port, join_threads
@@ -72,6 +73,7 @@ def store(request):
         yield own if request.param == "rank 0" else join()
 
 
+@nightly_where(lambda store, prefixed: prefixed != (store == "rank 1"))
 @pytest.mark.parametrize("prefixed", [False, True], ids=["called from Python", "called from C++"])
 def test_it_does_what_a_store_of_pytorchs_does(store, prefixed):
     used = dist.PrefixStore("run", store) if prefixed else store
@@ -134,7 +136,7 @@ def test_who_does_not_know_the_secret_is_not_let_in_and_the_run_goes_on():
 
 def test_a_client_of_pytorchs_writes_nothing_and_reads_nothing():
     with store_of_rank_0() as (server, port, _, _):
-        error = error_of(lambda: dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=1)))
+        error = error_of(lambda: dist.TCPStore("127.0.0.1", port, 2, False, timedelta(seconds=0.3)))
         assert isinstance(error, RuntimeError)
         assert server.values.answer({"do": "count", "keys": []}) == 0
 
@@ -256,7 +258,7 @@ def serve_until_told(secret, pipe):
         pipe.send(own.get("of a member"))
 
 
-@pytest.mark.parametrize("secret", [SECRET, None], ids=["with a secret", "without"])
+@pytest.mark.parametrize("secret", [SECRET, by_night(None)], ids=["with a secret", "without"])
 def test_a_stranger_costs_rank_0_little_memory(secret):
     here, there = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(target=serve_until_told, args=(secret, there))

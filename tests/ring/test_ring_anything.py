@@ -17,7 +17,7 @@ from cyxtrain.errors import RendezvousError
 from cyxtrain.ring.rendezvous.handshake import HandshakeClient, HandshakeError, HandshakeServer, message, take_message
 from cyxtrain.ring.rendezvous.record import RankRecord
 
-BY_DAY = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+BY_DAY = settings(max_examples=20, deadline=None, derandomize=True, database=None)
 NIGHTLY = settings(max_examples=5_000, deadline=None, derandomize=True, database=None)
 
 

@@ -27,7 +27,7 @@ NAMES_OF_PYTORCH_2_11 = {
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, by_night(4), by_night(5)])
+@pytest.mark.parametrize("world_size", [1, 2, *map(by_night, (3, 4, 5))])
 def test_reduce_and_reduce_scatter_combine_in_the_order_of_all_reduce(world_size):
     def rank_main(group):
         wrong, rank = [], group.rank()

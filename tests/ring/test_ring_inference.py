@@ -80,7 +80,7 @@ def through_all(group: RingProcessGroup, side: int, *, transposed: bool) -> dict
     return found
 
 
-DAILY = [("tcp", "thread", True), ("unix", "inline", False), ("unix", "thread", True)]
+DAILY = [("unix", "inline", False), ("unix", "thread", True)]
 
 
 @nightly_where(lambda transport, communication, within: (transport, communication, within) not in DAILY)

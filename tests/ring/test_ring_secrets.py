@@ -59,7 +59,7 @@ def test_a_secret_of_their_own_is_not_written_into_the_store():
         assert RankRecord.from_json(board_of(store, SECRET.secret).get(f"1/entry/{rank}")).key == ""
 
 
-@pytest.mark.parametrize("knows", [0, 1])
+@pytest.mark.parametrize("knows", [by_night(0), 1])
 def test_a_secret_on_one_rank_only_is_said_at_once_where_it_is_not_and_at_the_deadline_where_it_is(knows):
     found = meet_all(dist.HashStore(), [0, 1], 2, 0.6, **{f"r{knows}": SECRET})
     for error, seconds in found:
@@ -69,7 +69,7 @@ def test_a_secret_on_one_rank_only_is_said_at_once_where_it_is_not_and_at_the_de
     assert f"A process that claimed to be rank {1 - knows} did not know the secret" in str(found[knows][0])
 
 
-@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize("odd", [by_night(0), 1, by_night(2)])
 def test_different_secrets_are_said_in_the_log_at_once_and_on_all_sides_at_the_deadline(odd, caplog):
     options = {f"r{rank}": SECRET for rank in range(3)} | {f"r{odd}": RingOptions(secret="another one")}
     for rank, (error, seconds) in enumerate(meet_all(dist.HashStore(), [0, 1, 2], 3, 0.6, **options)):
@@ -265,7 +265,7 @@ def join_with_secret(folder, secrets, require, seconds=10.0):
 
 
 @pytest.mark.usefixtures("rank_server")
-@pytest.mark.parametrize("secrets", [[None] * 3, ["one"] * 3], ids=["none", "one for all"])
+@pytest.mark.parametrize("secrets", [[None] * 3, by_night(["one"] * 3)], ids=["none", "one for all"])
 def test_processes_join_with_one_secret_or_none_of_which_rank_0_warns(tmp_path, secrets):
     found = values(run_ranks(3, join_with_secret, str(tmp_path), secrets, False))
     assert [name for name, *_ in found] == ["joined"] * 3

@@ -199,7 +199,7 @@ def test_a_rank_that_waits_long_for_a_message_warns_about_its_sender(monkeypatch
         wait_until(lambda: "has waited" in caplog.text)
         group.send([tensor], 0).wait()
 
-    monkeypatch.setattr(wait_graph, "WARN_SECONDS", 1.5)
+    monkeypatch.setattr(wait_graph, "WARN_SECONDS", 0.5)
     with caplog.at_level(logging.WARNING, "cyxtrain.ring"):
         run_threads(2, rank_main)
     [line] = [record.getMessage() for record in caplog.records if "has waited" in record.getMessage()]

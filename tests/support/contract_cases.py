@@ -10,7 +10,7 @@ import functools
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,8 +58,9 @@ def cases(world_size: int, full: bool) -> list[Case]:
 
     By night: every dtype with every reduction at every length; every layout with every dtype.
 
-    By day: all_reduce, and float32 everywhere, at every length; everything else with none and with one more element
-    than there are ranks, each dtype with one of its reductions in turns; layouts with float32, and once with complex64.
+    By day: float32 at every length in a sum, and in other reductions with none and with one more element than there are
+    ranks; other dtypes with the latter, in all_reduce with each reduction, elsewhere with one of them in turns; layouts
+    with float32, and once with complex64.
     """
     found = [*_dtypes(world_size, full), *_layouts(full)]
     found += [Case(name, torch.float32, "SUM" if name in REDUCING else "", "flat", LONG) for name in TENSORS]
@@ -87,13 +88,18 @@ def _in_turns(reductions: tuple[str, ...], turn: int) -> tuple[str, ...]:
 def _dtypes(world_size: int, full: bool) -> Iterator[Case]:
     for name in TENSORS:
         for place, dtype in enumerate(DTYPES):
-            reductions, counts = _reductions(name, dtype), lengths(world_size)
+            reductions = _reductions(name, dtype)
             if not (full or name == "all_reduce" or dtype is torch.float32):
                 reductions = _in_turns(reductions, place)
-                counts = [0, world_size + 1]
             for reduction in reductions:
-                for count in counts:
+                for count in lengths(world_size) if full else _daily_lengths(dtype, reduction, world_size):
                     yield Case(name, dtype, reduction, "flat", count)
+
+
+def _daily_lengths(dtype: torch.dtype, reduction: str, world_size: int) -> Sequence[int]:
+    if dtype is not torch.float32:
+        return [world_size + 1]
+    return lengths(world_size) if reduction in ("", "SUM") else [0, world_size + 1]
 
 
 def _layouts(full: bool) -> Iterator[Case]:
@@ -105,7 +111,7 @@ def _layouts(full: bool) -> Iterator[Case]:
                 if not (full and dtype is torch.float32):
                     reductions = _in_turns(reductions, turn + place if full else 0)
                 for reduction in reductions:
-                    several = (0, 1, 3) if full else (0, 3) if dtype is torch.float32 else (3,)
+                    several = (0, 1, 3) if full else (3,)
                     for count in (1,) if layout == "0-dim" else several:
                         yield Case(name, dtype, reduction, layout, count)
 

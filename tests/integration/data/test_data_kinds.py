@@ -20,7 +20,7 @@ import cyxtrain as cx
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 
-ROWS, BATCH, RANKS, SAVED = 1200, 10, 2, 100
+ROWS, BATCH, RANKS, SAVED = 900, 20, 2, 36
 INPUTS, TARGETS = make_rows(ROWS)
 FIT: dict[str, Any] = {"epochs": 1, "effective_batch_size": BATCH, "verbose": False}
 CHECKS = 300

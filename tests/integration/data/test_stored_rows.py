@@ -26,6 +26,7 @@ from fitting import (
     run_new_world,
     run_world,
 )
+from markers import by_night
 from refusals import refusal
 from torch import Tensor, nn
 
@@ -97,7 +98,7 @@ def train_both(path: str) -> dict[str, bool]:
     return same
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_file_trains_evaluates_and_predicts_with_the_bits_of_the_array(tmp_path, world_size):
     path = write(tmp_path / "rows.h5", 500)
     for same in everywhere(world_size, train_both, path):
@@ -120,7 +121,7 @@ def count_rows(path: str) -> list[int]:
     return counts
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_rank_reads_its_own_rows_once_and_hundreds_for_checks(tmp_path, world_size):
     path = write(tmp_path / "rows.h5")
     for epoch, single_step, prediction in everywhere(world_size, count_rows, path):
@@ -141,7 +142,7 @@ def resume(path: str, folder: str) -> tuple[bool, int]:
     return found == expected, read["/x"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_resuming_in_mid_epoch_reads_the_rest_alone(tmp_path, world_size):
     path = write(tmp_path / "rows.h5")
     for is_same, read in everywhere(world_size, resume, path, str(tmp_path)):

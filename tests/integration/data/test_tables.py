@@ -117,7 +117,7 @@ def train_queries(folder: str, arrays: Any, prices: Any) -> dict[str, bool]:
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 @pytest.mark.parametrize("library", ["pandas", by_night("polars"), by_night("pyarrow")])
 def test_tables_train_the_model_of_the_arrays_bit_for_bit(library, world_size, tmp_path):
     module: Any = pytest.importorskip(library)

@@ -472,9 +472,9 @@ def test_three_ranks_of_one_machine_are_well():
 
 def test_a_rank_that_never_comes_is_named_and_the_others_are_tried():
     port = free_port()
-    environments = [environment(rank, 3, port, DISTRIBUTED_TIMEOUT_MS="1500") for rank in (0, 2)]
+    environments = [environment(rank, 3, port, DISTRIBUTED_TIMEOUT_MS="900") for rank in (0, 2)]
     out = reported(run_processes(examine_here, environments), 1)
-    assert "rank 1 did not register within 1.5 s. Was it started, with RANK=1 WORLD_SIZE=3" in squeezed(out)
+    assert "rank 1 did not register within 0.9 s. Was it started, with RANK=1 WORLD_SIZE=3" in squeezed(out)
     assert rows(out) == {"0 - 2": "ok"}
     assert out.splitlines()[-1] == "the pair is OK; missing: rank 1"
 

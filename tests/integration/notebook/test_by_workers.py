@@ -691,7 +691,7 @@ class EnoughInNextEpoch(Staying):
         self.trainer.stop_training = True
 
 
-@pytest.mark.parametrize("is_interrupted", [False, True])
+@pytest.mark.parametrize("is_interrupted", [False, by_night(True)])
 def test_workers_are_interrupted_once_however_many_ask_to_stop(is_interrupted, tmp_path, monkeypatch):
     sent: list[Any] = []
     send = Pool._send
@@ -982,6 +982,31 @@ def test_the_caller_shows_how_far_it_is():
 # --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
+class Striking(cx.callbacks.Callback):
+    """Sends a signal to the process that has started the workers."""
+
+    def __init__(self, number: int = signal.SIGINT, step: int = 7) -> None:
+        self.number = number
+        self.step = step
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.trainer.step == self.step and cx.get_rank() == 0:
+            os.kill(os.getppid(), self.number)
+
+
+def test_an_interrupted_notebook_has_what_was_trained_and_no_process(monkeypatch):
+    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
+    before, trainer = started(), trainer_of()
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        history = trainer.fit(X, Y, callbacks=[Striking()], **{**SETTINGS, "epochs": 100})
+    assert "stopping after this step; interrupt again to stop at once" in told.getvalue()
+    assert history is trainer.history
+    assert len(history.train_losses) == trainer.epoch >= 1
+    assert 7 <= trainer.step < 500
+    assert not any(runs(pid) for pid in before)
+    assert len(trainer.fit(X, Y, **SETTINGS).train_losses) == 2
+
+
 class OwnError(Exception):
     def __init__(self, first: int, second: int) -> None:
         super().__init__(f"{first} and {second}")
@@ -1133,31 +1158,6 @@ def test_a_worker_that_is_killed_between_two_calls_is_replaced():
 
 
 # --- stopping ---------------------------------------------------------------------------------------------------------
-
-
-class Striking(cx.callbacks.Callback):
-    """Sends a signal to the process that has started the workers."""
-
-    def __init__(self, number: int = signal.SIGINT, step: int = 7) -> None:
-        self.number = number
-        self.step = step
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.trainer.step == self.step and cx.get_rank() == 0:
-            os.kill(os.getppid(), self.number)
-
-
-def test_an_interrupted_notebook_has_what_was_trained_and_no_process(monkeypatch):
-    monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
-    before, trainer = started(), trainer_of()
-    with contextlib.redirect_stderr(io.StringIO()) as told:
-        history = trainer.fit(X, Y, callbacks=[Striking()], **{**SETTINGS, "epochs": 100})
-    assert "stopping after this step; interrupt again to stop at once" in told.getvalue()
-    assert history is trainer.history
-    assert len(history.train_losses) == trainer.epoch >= 1
-    assert 7 <= trainer.step < 500
-    assert not any(runs(pid) for pid in before)
-    assert len(trainer.fit(X, Y, **SETTINGS).train_losses) == 2
 
 
 @pytest.mark.nightly

@@ -167,6 +167,7 @@ def test_an_error_in_forward_is_shown_as_itself(kernel):
     assert "ValueError: the loss is a banana" in here
 
 
+@pytest.mark.nightly  # by day, nothing of a launcher is left that is killed (test_supervisor.py): the same guard
 def test_no_worker_outlives_the_kernel(kernel):
     kernel.run("trainer.fit(rows, classes, config)")
     workers = kernel.workers()

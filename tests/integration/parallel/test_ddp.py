@@ -41,7 +41,7 @@ def test_gradients_are_the_mean_over_gloo_too():
     assert_close(gradients(model), mean_gradients(model))
 
 
-@on_ranks(3)
+@on_ranks(2, by_night(3))
 def test_gradients_are_those_of_pytorchs_own_wrapper():
     ours, theirs = network(torch.float32), network(torch.float32)
     gloo = dist.new_group(backend="gloo")
@@ -126,7 +126,7 @@ def test_backward_verb_accumulates_here_and_sync_gradients_averages():
     assert_close(gradients(model), mean_gradients(model))
 
 
-@on_ranks(3)
+@on_ranks(2, by_night(3))
 def test_syncing_twice_changes_nothing():
     model, sent = network(), []
     ddp = cx.DistributedDataParallel(model)

@@ -53,7 +53,7 @@ def test_parameters_stay_as_they_are_where_that_is_asked_for():
     assert model.weight.unique().tolist() == [cx.get_rank()]
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_parameter_unused_on_any_rank_is_an_error_that_names_it_on_every_rank():
     model = Branches()
     ddp = cx.DistributedDataParallel(model)
@@ -68,7 +68,7 @@ def test_parameter_unused_on_any_rank_is_an_error_that_names_it_on_every_rank():
     assert_close(gradients(model), mean_gradients(model, use_all))
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_parameter_unused_on_some_ranks_is_averaged_with_zeros():
     for fields in ({"find_unused_parameters": True}, {"static_graph": True}, {"gradient_as_bucket_view": False}):
         model = Branches()
@@ -80,7 +80,7 @@ def test_parameter_unused_on_some_ranks_is_averaged_with_zeros():
         assert_close(gradients(model), mean_gradients(model, loss))
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_parameter_unused_on_all_ranks_keeps_no_gradient():
     model = Branches()
     ddp = cx.DistributedDataParallel(model, find_unused_parameters=True)
@@ -111,7 +111,7 @@ def test_module_without_trained_parameters_is_wrapped():
     assert ddp.sync_gradients() == {}
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_buffers_are_shared_at_each_training_forward():
     model = nn.BatchNorm1d(6).double()
     ddp = cx.DistributedDataParallel(model)
@@ -290,7 +290,7 @@ def another_model(how: str) -> nn.Module:
     return model
 
 
-@on_ranks(2, 3)
+@on_ranks(2, by_night(3))
 def test_models_that_differ_are_refused_on_every_rank_with_what_differs():
     weight = "the parameter 0.weight"
     names = {"shape": weight, "dtype": weight, "frozen": weight, "missing": "the parameter 0.bias", "layout": weight}

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fitting import everywhere, run_world, seeded
+from markers import nightly_where
 from torch import nn
 
 import cyxtrain as cx
@@ -58,6 +59,7 @@ def gradients(shared: bool, dtype: torch.dtype, weights: list[float], as_view: b
     return carries, [float(error), float(sync.factor) * sum(weights)], torch.cat(found).numpy()
 
 
+@nightly_where(lambda weights, shared, as_view: weights != [3.0, 5.0] and not (shared and as_view))
 @pytest.mark.parametrize("as_view", [True, False])
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("weights", [[3.0, 5.0], [1e-9, 7e-9], [0.1, 4e6], [0.0, 2.5], [1.1, 2.3, 3.7]])

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import shelf
-from fitting import everywhere, one_process, run_new_world
-from markers import nightly_where
+from fitting import everywhere, one_process, run_new_world, run_world
+from markers import by_night, nightly_where
 from rank_processes import run_ranks
 from shelf import fit, fit_in_a_world, kept, move, nothing
 
@@ -52,7 +52,7 @@ def undisturbed(tmp_path_factory, rank_server) -> dict[str, Any]:
     return run_new_world(2, fit, folder, folder)[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [by_night(1), 2])
 def test_a_store_has_the_files_that_a_folder_would_have(world_size, folders, undisturbed, tmp_path):
     store, url, staging = folders
     settings = {"keep_last": 2, "keep_best": "loss", "load_best": True}
@@ -68,7 +68,7 @@ def test_a_store_has_the_files_that_a_folder_would_have(world_size, folders, und
 
 def test_each_rank_has_its_own_files_if_all_write(folders):
     store, url, staging = folders
-    found = run_new_world(2, fit, url, staging, OK, {"save_on_master_only": False, "epochs": 1})
+    found = run_world(2, fit, url, staging, OK, {"save_on_master_only": False, "epochs": 1})
     assert kept(store) == {"epoch-0001-rank0.ckpt", "epoch-0001-rank1.ckpt"}
     again = run_new_world(2, fit, url, staging, OK, {"save_on_master_only": False, "epochs": 1, **AUTO})
     assert [each["steps"] for each in again] == [0, 0]
@@ -76,7 +76,7 @@ def test_each_rank_has_its_own_files_if_all_write(folders):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="ranks are killed by POSIX signals here")
-@nightly_where(lambda parts: parts not in (1, 12))
+@nightly_where(lambda parts: parts != 12)
 @pytest.mark.parametrize("parts", [0, 1, 5, 8, 12, 15])
 def test_a_fit_killed_in_mid_upload_resumes_on_another_number_of_ranks(parts, folders, undisturbed, tmp_path):
     store, url, staging = folders
@@ -105,7 +105,7 @@ def test_on_the_same_machine_what_was_not_uploaded_is_found(folders, undisturbed
 
 def test_a_corrupt_checkpoint_is_passed_over(folders, undisturbed):
     store, url, staging = folders
-    run_new_world(2, fit, url, staging)
+    run_world(2, fit, url, staging)
     content = bytearray((store / "epoch-0003.ckpt").read_bytes())
     content[len(content) // 3] ^= 1
     (store / "epoch-0003.ckpt").write_bytes(content)
@@ -182,6 +182,7 @@ def test_a_dead_store_can_be_an_error(folders):
     assert f"The last checkpoint did not get to {url}" in ended[0].message
 
 
+@nightly_where(lambda before, settings: (before is shelf.forbidding) == ("resume" in settings))
 @pytest.mark.parametrize(
     ("before", "words"),
     [(shelf.forbidding, "Cannot list {}: PermissionError: Forbidden. Check"), (shelf.silent, "does not answer within")],

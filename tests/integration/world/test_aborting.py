@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from failing_step import FailsInStep3
 from fitting import make_model, make_rows
-from markers import by_night
+from markers import by_night, nightly_where
 from rank_processes import run_ranks, values
 from torch import nn
 
@@ -54,6 +54,7 @@ def fit_in_a_group_of_pytorchs_own():
         trainer.fit(X, Y, epochs=1, batch_size=4, verbose=False)
 
 
+@nightly_where(lambda how, tells: tells == (how == "raises"))
 @pytest.mark.parametrize("tells", [True, False])
 @pytest.mark.parametrize("how", ["raises", "killed"])
 @pytest.mark.parametrize("world_size", [2, by_night(3)])

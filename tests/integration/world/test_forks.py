@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from markers import by_night
 from rank_processes import run_ranks
 
 import cyxtrain as cx
@@ -83,7 +84,7 @@ def fork_children_that_leave() -> list[str]:
         return [said, str(tensor.tolist())]
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, by_night(3)])
 def test_a_child_is_no_rank_and_ends_without_harm(world_size):
     for rank, ended in enumerate(run_ranks(world_size, fork_children_that_leave, seconds=SECONDS)):
         said, total = ended.value

@@ -235,7 +235,7 @@ def test_rank_that_never_comes_is_named_on_every_rank_that_waits(backend):
             assert seconds < (1.0 + LATE if rank == 1 else 5.0)  # the first deadline of all ends it for all
 
 
-@pytest.mark.parametrize("places", [[(0, 2), (1, 3)], [(0, 4), (1, 4), (1, 2)], [(0, 2), (3, 4)]], ids=str)
+@pytest.mark.parametrize("places", [by_night([(0, 2), (1, 3)]), [(0, 4), (1, 4), (1, 2)], [(0, 2), (3, 4)]], ids=str)
 def test_ranks_of_different_worlds_are_refused_with_both_sizes_before_the_deadline(places):
     sizes = f"for a world of {places[-1][1]}, rank 0 for a world of {places[0][1]}"
     for _, message, *_ in values(run_ranks(len(places), join_as, places)):
@@ -364,7 +364,7 @@ def test_group_that_pytorch_made_is_adopted_on_every_rank(backend):
     values(run_ranks(2, adopt, backend))
 
 
-@pytest.mark.parametrize("backend", ["ring", "gloo", "cpu:gloo,cuda:ring"])
+@pytest.mark.parametrize("backend", ["ring", "gloo", by_night("cpu:gloo,cuda:ring")])
 def test_a_group_that_asks_for_no_secret_is_not_adopted_where_one_is_required(backend):
     for ended in run_ranks(2, adopt_what_must_have_a_secret, backend):
         if backend == "ring":
@@ -463,7 +463,7 @@ def test_rank_0_that_loses_its_own_store_does_not_open_it_again(monkeypatch):
     assert len(tries) == 1
 
 
-@pytest.mark.parametrize("exited", [0, 2])
+@pytest.mark.parametrize("exited", [0, by_night(2)])
 def test_a_rank_that_the_launcher_has_seen_exit_is_not_waited_for(exited, tmp_path):
     (tmp_path / "exited").write_text(f"{exited}\n")
     outcomes = values(run_ranks(3, join_unless_exited, exited, CYXTRAIN_EXITED=str(tmp_path / "exited")))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from kept_worlds import run_kept
+from markers import by_night
 from rank_processes import values
 from worlds import wait_until
 
@@ -71,7 +72,7 @@ def test_a_task_finds_the_processes_and_nothing_else_of_the_one_before():
     assert [folder for _, _, _, folder, _ in after] == [os.getcwd()] * 2
 
 
-@pytest.mark.parametrize("task", [leave_a_thread, leave_a_group, leave_the_world])
+@pytest.mark.parametrize("task", [leave_a_thread, by_night(leave_a_group), leave_the_world])
 def test_a_task_that_leaves_something_behind_succeeds_and_the_next_one_has_a_new_world(task):
     before, after, outcomes = found(task)
     values(outcomes)

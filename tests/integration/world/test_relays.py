@@ -205,7 +205,7 @@ def put_between(stranger: Any, relay: Relay) -> None:
 
 
 @pytest.mark.usefixtures("rank_server", "pipe_of_pytorchs_stores")
-@pytest.mark.parametrize("change", [False, True], ids=["as it is", "changed"])
+@pytest.mark.parametrize("change", [by_night(False), True], ids=["as it is", "changed"])
 @pytest.mark.parametrize("delay", [0.3, *(by_night(tries / 10) for tries in range(20))])
 def test_a_relay_between_two_ranks_gets_no_byte_of_theirs(delay, change):
     with agents_store() as (server, environments):
@@ -225,7 +225,7 @@ def test_a_relay_between_two_ranks_gets_no_byte_of_theirs(delay, change):
 
 
 @pytest.mark.usefixtures("rank_server", "pipe_of_pytorchs_stores")
-@pytest.mark.parametrize("what", ["forged", "deleted"])
+@pytest.mark.parametrize("what", ["forged", by_night("deleted")])
 @pytest.mark.parametrize("key", [FORGED[1], *map(by_night, FORGED)])
 def test_a_key_that_is_forged_or_deleted_once_changes_nothing(key, what):
     """At a random moment, which the number of the try decides."""

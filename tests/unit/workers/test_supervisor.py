@@ -263,7 +263,7 @@ def test_only_the_end_of_a_long_speech_is_repeated(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("sent", "received", "code"),
-    [("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGTERM", 143), by_night("SIGHUP", "SIGTERM", 129)],
+    [by_night("SIGINT", "SIGINT", 130), ("SIGTERM", "SIGTERM", 143), by_night("SIGHUP", "SIGTERM", 129)],
 )
 def test_a_signal_to_the_launcher_stops_all_ranks_and_what_they_started(
     tmp_path: Path, sent: str, received: str, code: int
