@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random.mtrand import get_bit_generator, set_bit_generator  # type checkers miss numpy.random's
 from torch.utils.data import ConcatDataset, Subset
 
 from cyxtrain.environment import accelerator
@@ -57,7 +58,7 @@ class MT19937(np.random.MT19937):
 def use_own_numpy() -> None:
     """Let `np.random` continue in a generator of ours, which `Generators` exchanges in microseconds."""
     state = np.random.get_state(legacy=False)
-    np.random.set_bit_generator(_numpy_copy())
+    set_bit_generator(_numpy_copy())
     if state["has_gauss"]:
         np.random.set_state(state)
 
@@ -80,7 +81,7 @@ class Generators:
     def __init__(self, others: Sequence[torch.Generator] = ()) -> None:
         self.python = random.getstate()
         self.cpu = torch.default_generator.get_state()
-        self._numpy = np.random.get_bit_generator()
+        self._numpy = get_bit_generator()
         self._numpy_state = _numpy_state(self._numpy)
         self._others = [(generator, generator.get_state()) for generator in others]
 
@@ -88,7 +89,7 @@ class Generators:
         """Put them in place."""
         random.setstate(self.python)
         torch.default_generator.set_state(self.cpu)
-        np.random.set_bit_generator(self._numpy)  # which forgets the normal number
+        set_bit_generator(self._numpy)  # which forgets the normal number
         if self._numpy_state["has_gauss"]:
             np.random.set_state({**self._numpy_state, **self._numpy.state})
         for generator, state in self._others:
@@ -123,13 +124,13 @@ def generators_apart(others: Sequence[torch.Generator] = ()) -> Iterator[Generat
 @contextlib.contextmanager
 def generators_kept(device: torch.device = CPU, others: Sequence[torch.Generator] = ()) -> Iterator[None]:
     """Restore the generators afterwards, whatever is drawn or seeded within."""
-    numpy_generator = np.random.get_bit_generator()
+    numpy_generator = get_bit_generator()
     states = _get_states(device)
     own = [(generator, generator.get_state()) for generator in others]
     try:
         yield
     finally:
-        np.random.set_bit_generator(numpy_generator)
+        set_bit_generator(numpy_generator)
         _set_states(states, device)
         for generator, state in own:
             generator.set_state(state)
@@ -164,7 +165,7 @@ class RowGenerators:
             if self.are_drawn_from:
                 self._use_seeded()
             else:
-                np.random.set_bit_generator(self._numpy[0])
+                set_bit_generator(self._numpy[0])
             yield
 
     def find_draws(self) -> bool:
@@ -189,7 +190,7 @@ class RowGenerators:
     def _use_seeded(self) -> None:
         if self._seeded is None:
             self._seeded = MT19937(0)
-        np.random.set_bit_generator(self._seeded)
+        set_bit_generator(self._seeded)
 
     def seed_row(self, seed: int) -> None:
         """Seed those that rows draw from."""
@@ -291,7 +292,7 @@ def begin_pass(parts: Iterable[Any], others: Sequence[torch.Generator], seed: in
 
     NumPy's is a new one: the one before is training's.
     """
-    np.random.set_bit_generator(MT19937(0))
+    set_bit_generator(MT19937(0))
     seed_generators(seed, number, 0, rank, CPU)
     for generator in others:
         generator.manual_seed(int.from_bytes(_digest(seed, number), "little") >> 1)
