@@ -145,7 +145,7 @@ def mark_twice(url: str, endpoint: str, staging: str) -> list[Any]:
 
     prepare(endpoint, staging)
     original = s3fs.S3FileSystem._call_s3
-    conditions = []
+    conditions: list[Any] = []
 
     async def call(self: Any, method: str, *arguments: Any, **keywords: Any) -> Any:
         if method == "put_object":
