@@ -133,7 +133,8 @@ def _make_sqlite_store(uri: str) -> None:
     import mlflow
 
     store = Path(uri.removeprefix("sqlite:///"))
-    is_file = uri.startswith("sqlite:///") and ":memory:" not in uri and "?" not in uri
+    # Only a URI that is plainly a path: others are quoted, have options, or are in memory.
+    is_file = uri.startswith("sqlite:///") and not any(each in uri for each in ("%", "?", ":memory:"))
     if not is_file or store.exists():
         return
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
