@@ -334,14 +334,8 @@ def _part_looked_up(codes: Tensor, tensor: Tensor) -> slice:
     """Return which numbers of each sample an embedding got; none, unless it got a part of the tensor itself."""
     is_part = codes.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
     has_rows = codes.shape[:1] == tensor.shape[:1] and codes.stride()[:1] == tensor.stride()[:1]
-    if (
-        is_part
-        and has_rows
-        and codes.dim()
-        and codes.numel()
-        and codes[0].is_contiguous()
-        and tensor[0].is_contiguous()
-    ):
+    holds_any = codes.dim() > 0 and codes.numel() > 0
+    if is_part and has_rows and holds_any and codes[0].is_contiguous() and tensor[0].is_contiguous():
         first = codes.storage_offset() - tensor.storage_offset()
         return slice(first, first + codes[0].numel())
     return slice(0, 0)
