@@ -198,14 +198,15 @@ def test_a_full_disk_is_an_error_on_every_rank_and_the_next_call_continues(world
 
 
 def predict_to_a_store(folder: str) -> list[Any]:
-    os.environ["CYXTRAIN_STAGING_DIR"] = f"{folder}/staging"
-    rows = make_rows(130)[0]
-    url = f"local://{folder}/there"
-    read = trainer_of().predict(rows, batch_size=2, output_dir=url)
-    here = trainer_of().predict(rows, batch_size=2, output_dir=f"{folder}/here")
-    again = pickle.loads(pickle.dumps(cx.open_predictions(url)))
-    found = [repr(again), torch.equal(read[:], here[:]), torch.equal(again[[129, 0, 77]], here[[129, 0, 77]])]
-    return [*found, refusal(trainer_of().predict, rows + 1, batch_size=2, output_dir=url)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CYXTRAIN_STAGING_DIR", f"{folder}/staging")
+        rows = make_rows(130)[0]
+        url = f"local://{folder}/there"
+        read = trainer_of().predict(rows, batch_size=2, output_dir=url)
+        here = trainer_of().predict(rows, batch_size=2, output_dir=f"{folder}/here")
+        again = pickle.loads(pickle.dumps(cx.open_predictions(url)))
+        found = [repr(again), torch.equal(read[:], here[:]), torch.equal(again[[129, 0, 77]], here[[129, 0, 77]])]
+        return [*found, refusal(trainer_of().predict, rows + 1, batch_size=2, output_dir=url)]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
