@@ -45,7 +45,7 @@ def test_a_recipe_prints_what_the_page_shows_on_any_number_of_ranks(name, num_ra
 
 
 def test_each_recipe_is_a_program_with_its_output_and_in_the_table():
-    assert len(PROGRAMS) == 11
+    assert len(PROGRAMS) == 12
     for name, number in PROGRAMS.items():
         assert "prints" in RECIPES.blocks[number + 1].marks, name
         assert RECIPES.blocks[number + 1].text.strip(), name
