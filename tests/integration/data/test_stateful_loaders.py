@@ -73,7 +73,7 @@ def test_it_is_resumed_by_its_position_on_any_number_of_ranks(before, after, tmp
     everywhere(before, fit, loader, "shuffled", folder, {**common, "max_steps": 6, "checkpoint_every_n_steps": 6})
     for weights, num_reads in everywhere(after, fit, loader, "shuffled", folder, {**common, "resume": "auto"}):
         np.testing.assert_allclose(weights, whole, atol=1e-6)  # two ranks add in another order
-        assert num_reads < ROWS - 6 * 4 + 8  # what is left, and the dry run's
+        assert num_reads <= ROWS - 6 * 4 + 8  # what is left, and the dry run's
 
 
 def test_a_loaded_state_is_refused():
