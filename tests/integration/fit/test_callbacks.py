@@ -516,6 +516,7 @@ def resume_two(folder: str) -> list[Any]:
 
 @pytest.mark.nightly
 def test_the_same_on_two_ranks(tmp_path):
+    """By day test_features.py resumes with dropout on two ranks, and the test above with these callbacks on one."""
     assert run_world(2, resume_two, str(tmp_path)) == [[True, True, True]] * 2
 
 
