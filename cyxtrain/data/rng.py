@@ -60,7 +60,7 @@ def use_own_numpy() -> None:
     state = np.random.get_state(legacy=False)
     set_bit_generator(_numpy_copy())
     if state["has_gauss"]:
-        np.random.set_state(state)
+        np.random.set_state({**state, **get_bit_generator().state})  # which may be of another kind
 
 
 def _numpy_copy() -> MT19937:

@@ -300,8 +300,9 @@ def lookups_checked(model: nn.Module, inputs: Tree, source: Source) -> Iterator[
             require(not problem, problem)
 
 
-def _note_lookup(seen: list[tuple[str, Any, Tensor]], name: str, layer: nn.Module, codes: Tensor) -> None:
-    if not torch.compiler.is_compiling():  # a compiled model would note all that come
+def _note_lookup(seen: list[tuple[str, Any, Tensor]], name: str, layer: nn.Module, codes: Any) -> None:
+    # A compiled model would note all that come. PyTorch refuses what is no tensor.
+    if isinstance(codes, Tensor) and not torch.compiler.is_compiling():
         seen.append((name, layer, codes))
 
 

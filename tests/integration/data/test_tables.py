@@ -431,6 +431,13 @@ def test_codes_that_the_model_changes_before_it_looks_them_up_are_its_own_matter
     assert "IndexError: index out of range in self. An embedding looks up numbers from 0 to num_embeddings" in message
 
 
+def test_an_embedding_that_gets_no_tensor_fails_with_the_words_of_pytorch():
+    model = FromColumns(lambda rows: rows.cpu().numpy())
+    with one_process():
+        message = ending(cx.DistributedTrainer(model, "cross_entropy", "adam").fit, INPUTS, TARGETS, **FIT)
+    assert "must be Tensor, not numpy.ndarray" in message
+
+
 def test_codes_of_categories_go_into_an_embedding():
     pandas: Any = pytest.importorskip("pandas")
     codes = pandas.Series(TARGETS).astype("category").cat.codes

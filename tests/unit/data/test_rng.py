@@ -107,11 +107,14 @@ def test_our_generator_has_the_states_of_numpys():
 def test_a_generator_of_another_kind_is_replaced_and_put_back():
     other = np.random.PCG64(3)
     np.random.set_bit_generator(other)
+    np.random.randn()  # the next one is in store
+    expected = str(np.random.get_state(legacy=False))
     with generators_kept():
         use_own_numpy()
         np.random.seed(3)
         assert np.random.rand() == np.random.RandomState(3).rand()
     assert np.random.get_bit_generator() is other
+    assert str(np.random.get_state(legacy=False)) == expected
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------

@@ -232,6 +232,12 @@ def test_a_query_is_run_by_the_streaming_engine_and_asked_for_its_columns_withou
     assert engines == ["streaming"]
 
 
+def test_columns_and_labels_may_be_called_as_the_attributes_that_hold_the_names():
+    pandas: Any = pytest.importorskip("pandas")
+    assert columns_of(pandas.DataFrame({"column_names": [1.0], "columns": [2.0]})) == ["column_names", "columns"]
+    assert columns_of(pandas.Series([1.0, 2.0], index=["column_names", "columns"])) == []
+
+
 @pytest.mark.nightly
 def test_batches_and_pieces_of_arrow_are_tables():
     pyarrow: Any = pytest.importorskip("pyarrow")
