@@ -319,6 +319,8 @@ def _problem_of_lookups(
         # Rows in an HDF5 file are not read before they are used; and the model may have changed its input in place.
         if whole is None or isinstance(whole, StoredTensor) or version_of(tensor) != version:
             continue
+        if whole.shape[1:] != tensor.shape[1:]:  # padded differently: the same numbers are in other places
+            continue
         for label, layer, codes in seen:
             part = _part_looked_up(codes, tensor)
             if part.stop == 0:

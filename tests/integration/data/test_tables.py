@@ -15,6 +15,7 @@ from lazy import LazyModule
 from markers import by_night
 from refusals import ending, refusal, warning_texts
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 import cyxtrain as cx
 from cyxtrain.checkpoint.checkpoint_file import read_checkpoint, write_checkpoint
@@ -429,6 +430,33 @@ def test_codes_that_the_model_changes_before_it_looks_them_up_are_its_own_matter
     with one_process():
         message = refusal(cx.DistributedTrainer(copying, "cross_entropy", "adam").fit, codes, TARGETS, **FIT)
     assert "IndexError: index out of range in self. An embedding looks up numbers from 0 to num_embeddings" in message
+
+
+class FromKindsAndWords(nn.Module):
+    """Looks two rows of codes per sample up, in embeddings of other sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = nn.Embedding(2, CLASSES)
+        self.words = nn.Embedding(9, CLASSES)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (self.kinds(rows[:, 0]) + self.words(rows[:, 1])).mean(1)
+
+
+def padded(samples: list[Tensor]) -> tuple[Tensor, Tensor]:
+    length = max(sample.shape[1] for sample in samples)
+    rows = [nn.functional.pad(sample, (0, length - sample.shape[1])) for sample in samples]
+    return torch.stack(rows), torch.zeros(len(rows), dtype=torch.int64)
+
+
+def test_codes_are_not_mistaken_for_others_where_batches_are_padded_to_other_lengths():
+    samples: Any = [torch.tensor([[1] * length, [8] * length]) for length in (1, 1, 5, 5)]
+    model = FromKindsAndWords()
+    with one_process():
+        trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
+        trainer.fit(DataLoader(samples, 4, collate_fn=padded), epochs=1, verbose=False)
+        assert trainer.history.train_losses
 
 
 def test_an_embedding_that_gets_no_tensor_fails_with_the_words_of_pytorch():
