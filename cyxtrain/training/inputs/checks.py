@@ -282,8 +282,9 @@ def lookups_checked(model: nn.Module, inputs: Tree, source: Source) -> Iterator[
 
     Within, the model is tried on some `inputs`. What an embedding gets of them as they are, it will get of all samples.
     """
-    # A subclass may take other numbers.
-    layers = {name: each for name, each in model.named_modules() if type(each) in (nn.Embedding, nn.EmbeddingBag)}
+    # A subclass, or a forward of its own, may take other numbers.
+    plain = [(name, each) for name, each in model.named_modules() if "forward" not in vars(each)]
+    layers = {name: each for name, each in plain if type(each) in (nn.Embedding, nn.EmbeddingBag)}
     tensors = [(name, each) for name, each in named_tensors(inputs, "X") if is_plain(each) and not each.is_inference()]
     given = [(name, each, version_of(each)) for name, each in tensors]
     seen: list[tuple[str, Any, Tensor]] = []

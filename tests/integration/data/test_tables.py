@@ -378,6 +378,13 @@ class Shifted(nn.Embedding):
         return super().forward(input + 1)
 
 
+def shifted(*size: int) -> Any:
+    made: Any = nn.Embedding(*size)
+    look_up = made.forward
+    made.forward = lambda codes: look_up(codes + 1)
+    return made
+
+
 def refuse_codes() -> list[str]:
     """Returns the refusals of codes that no class and no row of an embedding has; only late samples have them."""
     codes = pandas.Series(TARGETS).astype("category").cat.codes
@@ -420,7 +427,7 @@ def test_codes_that_an_embedding_or_the_classes_lack_are_refused_with_column_and
 def test_codes_that_the_model_changes_before_it_looks_them_up_are_its_own_matter():
     codes = torch.from_numpy(np.column_stack([TARGETS, np.where(np.arange(23) == 20, -1, TARGETS)]))
     in_place = FromColumns(lambda rows: rows.clamp_(min=0))
-    for model in (in_place, FromColumns(lambda rows: rows + 1), FromColumns(make=Shifted)):
+    for model in (in_place, FromColumns(lambda rows: rows + 1), FromColumns(make=Shifted), FromColumns(make=shifted)):
         with one_process():
             trainer = cx.DistributedTrainer(model, "cross_entropy", adam(model))
             trainer.fit(codes, TARGETS, **FIT)
