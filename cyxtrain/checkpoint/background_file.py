@@ -57,7 +57,9 @@ class BackgroundFile:
             threading.Thread(target=self._upload, name="cyxtrain-file", daemon=True).start()
 
     def _upload(self) -> None:
-        while self._is_uploading:
+        # Its own, not `_is_uploading`: after this thread's last upload that may be about another thread.
+        is_left = True
+        while is_left:
             content = self._newest
             problem: CyxtrainError | None = None
             try:
@@ -68,5 +70,6 @@ class BackgroundFile:
                 self._problem = problem
                 if problem is None:
                     self._uploaded = content
-                self._is_uploading = content is not self._newest
+                is_left = content is not self._newest
+                self._is_uploading = is_left
                 self._condition.notify_all()

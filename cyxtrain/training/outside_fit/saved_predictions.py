@@ -192,7 +192,8 @@ def _place(argument: str, folder: Any) -> str:
 def read_index(folder: str) -> dict[str, Any]:
     """Return the index of a folder; raise ConfigError if it has none."""
     index: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    # Not all ValueErrors: a ConfigError tells which library a store needs.
+    with contextlib.suppress(OSError, json.JSONDecodeError, UnicodeDecodeError):
         index = json.loads(read_text_of(f"{folder}/{INDEX}"))
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise ConfigError(f"{folder} has no {INDEX} of predictions: predict(X, output_dir=...) writes it.")
