@@ -57,9 +57,7 @@ class BackgroundFile:
             threading.Thread(target=self._upload, name="cyxtrain-file", daemon=True).start()
 
     def _upload(self) -> None:
-        # Its own, not `_is_uploading`: after this thread's last upload that may be about another thread.
-        is_left = True
-        while is_left:
+        while True:
             content = self._newest
             problem: CyxtrainError | None = None
             try:
@@ -70,6 +68,7 @@ class BackgroundFile:
                 self._problem = problem
                 if problem is None:
                     self._uploaded = content
-                is_left = content is not self._newest
-                self._is_uploading = is_left
+                self._is_uploading = content is not self._newest
                 self._condition.notify_all()
+                if not self._is_uploading:  # after this block, that may be about the next thread
+                    return

@@ -89,9 +89,8 @@ def list_files(url: str) -> dict[str, tuple[int, str]]:
             entries = system.ls(folder, detail=True)
         except FileNotFoundError:
             return {}
-        files = [entry for entry in entries if entry["type"] == "file"]
         # Some programs make a folder in an object store by an empty object whose name ends in a slash.
-        files = [entry for entry in files if not entry["name"].endswith("/")]
+        files = [entry for entry in entries if entry["type"] == "file" and not entry["name"].endswith("/")]
         return {posixpath.basename(entry["name"]): (int(entry["size"]), repr(entry)) for entry in files}
 
 

@@ -168,7 +168,7 @@ def _compared(
         sorted(expected.keys() - given.keys() - free), sorted(given.keys() - expected.keys() - free)
     )
     has_matches = bool(given.keys() & (expected.keys() | free))
-    differences = _differing_shapes(_without(expected, free), given)
+    differences = _differing_shapes({name: value for name, value in expected.items() if name not in free}, given)
     if strict or not has_matches:
         differences = [*_differing_names(keys), *differences]
     if differences:
@@ -201,18 +201,10 @@ def _free_names(
     return free
 
 
-def _without(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in names}
-
-
 def _differing_names(keys: IncompatibleKeys) -> list[str]:
     """Return parts of a message."""
-    found = []
-    if keys.missing_keys:
-        found.append(f"missing {brief(keys.missing_keys)}")
-    if keys.unexpected_keys:
-        found.append(f"unexpected {brief(keys.unexpected_keys)}")
-    return found
+    differing = {"missing": keys.missing_keys, "unexpected": keys.unexpected_keys}
+    return [f"{what} {brief(names)}" for what, names in differing.items() if names]
 
 
 def _differing_shapes(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
