@@ -396,9 +396,9 @@ class Keeper(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}memory"] = self.memory
 
-    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *others: Any) -> None:
-        self.memory = state.pop(f"{prefix}memory")
-        super()._load_from_state_dict(state, prefix, *others)
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.memory = state_dict.pop(f"{prefix}memory")
+        super()._load_from_state_dict(state_dict, prefix, *others)
 
     def get_extra_state(self) -> dict[str, Tensor]:
         return self.more
