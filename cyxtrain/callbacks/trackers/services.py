@@ -46,7 +46,10 @@ class _Installed(Tracker):
     def _active_run(self) -> str:
         # An active run may belong to the thread that asks: here, the user's.
         library = sys.modules.get(self._library)
-        self._run = library and type(self)._active(library)
+        self._run = None
+        # While another thread imports the library, it has no such function, and no run.
+        with contextlib.suppress(AttributeError):
+            self._run = library and type(self)._active(library)
         return self._id() if self._run else ""
 
     def _id(self) -> str:
