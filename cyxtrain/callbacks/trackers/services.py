@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from cyxtrain.callbacks.trackers.background_sender import Point
 from cyxtrain.callbacks.trackers.tracker import Tracker
-from cyxtrain.checkpoint.files import temporary_file
+from cyxtrain.checkpoint.files import temporary_file, try_folder
 from cyxtrain.config.settings import require
 from cyxtrain.environment.process_env import ENVIRON
 
@@ -140,6 +140,7 @@ def _make_sqlite_store(uri: str) -> None:
     is_file = uri.startswith("sqlite:///") and not any(each in uri for each in ("%", "?", ":memory:"))
     if not is_file or store.exists():
         return
+    try_folder(store.parent, store.name, "MLflow's store")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         made = Path(folder, store.name)
         mlflow.MlflowClient(f"sqlite:///{made.as_posix()}").search_experiments()
