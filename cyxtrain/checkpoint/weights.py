@@ -150,7 +150,8 @@ def _compared(
         sorted(expected.keys() - given.keys() - free), sorted(given.keys() - expected.keys() - free)
     )
     has_matches = bool(free or expected.keys() & given.keys())
-    differences = _differing_shapes(_without(expected, free), given)
+    compared = {name: value for name, value in expected.items() if name not in free}
+    differences = _differing_shapes(compared, given)
     if strict or not has_matches:
         differences = [*_differing_names(keys), *differences]
     if differences:
@@ -181,10 +182,6 @@ def _free_names(
         if name in given and (name in expected or is_not_made_yet):
             free.add(name)
     return free
-
-
-def _without(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in names}
 
 
 def _differing_names(keys: IncompatibleKeys) -> list[str]:
