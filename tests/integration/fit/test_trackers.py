@@ -392,6 +392,7 @@ def test_a_local_file_that_cannot_be_written_is_a_warning(alone, tmp_path):
     (tmp_path / "trackers").touch()
     [text] = fit_beside(FileTracker(f"{tmp_path}/calls"))
     assert "Cannot write file of a tracker's run" in text
+    assert "choose another folder. Training continues" in text
     assert of_kind(f"{tmp_path}/calls", "finish") == ["FINISHED"]
 
 
