@@ -168,7 +168,8 @@ def _compared(
         sorted(expected.keys() - given.keys() - free), sorted(given.keys() - expected.keys() - free)
     )
     has_matches = bool(given.keys() & (expected.keys() | free))
-    differences = _differing_shapes({name: value for name, value in expected.items() if name not in free}, given)
+    compared = {name: value for name, value in expected.items() if name not in free}
+    differences = _differing_shapes(compared, given)
     if strict or not has_matches:
         differences = [*_differing_names(keys), *differences]
     if differences:
