@@ -266,18 +266,15 @@ class BatchLogs(Mapping[str, float]):
         return True  # without computing
 
     def __getitem__(self, name: str) -> float:
-        """Return a value."""
         number = self._each[name]
         if name not in self._found:
             self._found[name] = number()
         return self._found[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Yield the names."""
         return iter(self._each)
 
     def __len__(self) -> int:
-        """Return how many there are."""
         return len(self._each)
 
 

@@ -57,7 +57,7 @@ class BackgroundFile:
             threading.Thread(target=self._upload, name="cyxtrain-file", daemon=True).start()
 
     def _upload(self) -> None:
-        while self._is_uploading:
+        while True:
             content = self._newest
             problem: CyxtrainError | None = None
             try:
@@ -70,3 +70,5 @@ class BackgroundFile:
                     self._uploaded = content
                 self._is_uploading = content is not self._newest
                 self._condition.notify_all()
+                if not self._is_uploading:  # after this block, that may be about the next thread
+                    return

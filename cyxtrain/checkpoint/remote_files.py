@@ -89,7 +89,8 @@ def list_files(url: str) -> dict[str, tuple[int, str]]:
             entries = system.ls(folder, detail=True)
         except FileNotFoundError:
             return {}
-        files = [entry for entry in entries if entry["type"] == "file"]
+        # Some programs make a folder in an object store by an empty object whose name ends in a slash.
+        files = [entry for entry in entries if entry["type"] == "file" and not entry["name"].endswith("/")]
         return {posixpath.basename(entry["name"]): (int(entry["size"]), repr(entry)) for entry in files}
 
 
@@ -190,16 +191,17 @@ def write_remote(url: str, content: bytes) -> None:
 def create_remote(url: str, content: bytes) -> bool:
     """Write a small file unless there is one; return whether it was written.
 
-    On S3 that is one request with a condition (If-None-Match: *); elsewhere a look, and then a write.
+    That is a look, and then a write; on S3 the write has a condition (If-None-Match: *).
     """
     with _blaming("write", url):
         system, path = _opened(url)
-        if _scheme(url) in _S3:
-            # There is one, or the server or an older library has no conditions.
+        system.invalidate_cache()
+        # A look there, too: some servers and older libraries ignore the condition.
+        if _scheme(url) in _S3 and not system.exists(path):
+            # Another process was faster, or the server refuses conditions.
             with contextlib.suppress(Exception):
                 system.pipe_file(path, content, mode="create")
                 return True
-        system.invalidate_cache()
         if system.exists(path):
             return False
     write_remote(url, content)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
@@ -75,7 +76,8 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
     devices. The names of a table's columns are not weights: afterwards, `evaluate` and `predict` take any columns.
 
     Each rank that calls it reads the file. Cost: local files are mapped, so that only the system's cache holds them;
-    checkpoints, URLs and files from before PyTorch 1.6 take memory of their size.
+    checkpoints, URLs, files from before PyTorch 1.6, and the tensors of modules with their own loading code take memory
+    of their size.
 
     Args:
         model: The same architecture, on any device.
@@ -94,7 +96,23 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
     """
     _require_model("load_weights", model)
     state = _without_ddp(read_weights(path), plain_state(model))
-    return load_model_state(model, state, f"weights {path}", strict=strict)
+    return load_model_state(model, _without_mapped(model, state), f"weights {path}", strict=strict)
+
+
+def _without_mapped(model: torch.nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with copies of what modules with their own code may keep; PyTorch itself copies the rest.
+
+    Otherwise a program that writes the file again would change the module, or crash the process.
+    """
+    is_custom = custom_loading(model)
+    found = dict(state)
+    for name in [name for name in state if is_custom(name) or name.endswith("_extra_state")]:
+        value = state[name]
+        if isinstance(value, torch.Tensor):
+            found[name] = value.detach().clone()
+        else:
+            found[name] = copy.deepcopy(value)
+    return found
 
 
 def _without_ddp(state: Mapping[str, Any], expected: Collection[str]) -> Mapping[str, Any]:
@@ -149,8 +167,9 @@ def _compared(
     keys = IncompatibleKeys(
         sorted(expected.keys() - given.keys() - free), sorted(given.keys() - expected.keys() - free)
     )
-    has_matches = bool(free or expected.keys() & given.keys())
-    differences = _differing_shapes(_without(expected, free), given)
+    has_matches = bool(given.keys() & (expected.keys() | free))
+    compared = {name: value for name, value in expected.items() if name not in free}
+    differences = _differing_shapes(compared, given)
     if strict or not has_matches:
         differences = [*_differing_names(keys), *differences]
     if differences:
@@ -183,18 +202,10 @@ def _free_names(
     return free
 
 
-def _without(state: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
-    return {name: value for name, value in state.items() if name not in names}
-
-
 def _differing_names(keys: IncompatibleKeys) -> list[str]:
     """Return parts of a message."""
-    found = []
-    if keys.missing_keys:
-        found.append(f"missing {brief(keys.missing_keys)}")
-    if keys.unexpected_keys:
-        found.append(f"unexpected {brief(keys.unexpected_keys)}")
-    return found
+    differing = {"missing": keys.missing_keys, "unexpected": keys.unexpected_keys}
+    return [f"{what} {brief(names)}" for what, names in differing.items() if names]
 
 
 def _differing_shapes(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:

@@ -119,6 +119,7 @@ def _state_of_safetensors(file: io.BufferedReader | io.BytesIO, path: str) -> di
     else:
         stored = safetensors.torch.load_file(path)
     metadata: dict[str, str] = json.loads(header).get("__metadata__", {})
+    metadata.pop("format", None)  # "pt", and a model may have a tensor of that name
     aliases = {name: kept for name, kept in metadata.items() if kept in stored and name not in stored}
     own = json.loads(metadata.get(METADATA_KEY, "{}"))
     layout = TensorLayout([*stored, *aliases], aliases, own.get("dtypes", {}), own.get("sparse", {}))

@@ -143,7 +143,7 @@ class SamplerOrder(Order):
         self.in_batches = in_batches
         self._first: EpochOrder | None = None
         self._parts = [sampler, getattr(sampler, "sampler", None)]
-        self.stateful = list(filter(_is_stateful, self._parts))
+        self.stateful = list(filter(is_stateful, self._parts))
         try:
             self._size = len(sampler)
         except TypeError as error:
@@ -251,7 +251,8 @@ def _first_length(sample: Any) -> int:
     return len(part)
 
 
-def _is_stateful(part: Any) -> bool:
+def is_stateful(part: Any) -> bool:
+    """Return whether a part of the data has a state that can be saved and loaded."""
     return callable(getattr(part, "state_dict", None)) and callable(getattr(part, "load_state_dict", None))
 
 

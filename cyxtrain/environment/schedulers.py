@@ -104,7 +104,7 @@ class _Scheduler:
 
     def _number(self, variables: Variables, name: str) -> int:
         value = variables.get(name, "")
-        if _is_whole_number(value):
+        if is_whole_number(value):
             return int(value)
         problem = f"not a whole number: {value!r}" if value else "not set"
         raise ConfigError(
@@ -113,7 +113,8 @@ class _Scheduler:
         )
 
 
-def _is_whole_number(value: str) -> bool:
+def is_whole_number(value: str) -> bool:
+    """Return whether a string is ASCII digits."""
     return value.isascii() and value.isdecimal()
 
 
@@ -238,7 +239,7 @@ def disagreement(variables: Variables, rank: int, world_size: int) -> str:
 def cores_left(variables: Variables) -> int | None:
     """Return how many cores of this machine a scheduler has given to this process; None: unknown."""
     reported = _reported_cores(variables)
-    if not _is_whole_number(reported):
+    if not is_whole_number(reported):
         return None
     return int(reported) or None
 
@@ -269,7 +270,7 @@ def _in_kubernetes(variables: Variables) -> Identity | None:
     pod = variables["PET_NODE_RANK"]
     pods = variables["PET_NNODES"]
     port = variables.get("PET_MASTER_PORT") or "29500"
-    if not all(map(_is_whole_number, (pod, pods, port))):
+    if not all(map(is_whole_number, (pod, pods, port))):
         raise ConfigError(
             f"Kubernetes says that this is pod {pod} of {pods}, with port {port} (PET_NODE_RANK, PET_NNODES, "
             "PET_MASTER_PORT), which are not three whole numbers. Begin the command with 'cyxtrain launch --', or set "

@@ -54,7 +54,7 @@ class Config(Mapping[str, Any]):
         """
         from cyxtrain.experiment.reading import merged, read_file, resolved
 
-        return cls(resolved(merged(read_file(path), overrides), process_env.to_pass_on(), os.fspath(path)))
+        return cls(resolved(merged(read_file(path), overrides), process_env.to_pass_on(), str(path)))
 
     def with_overrides(self, overrides: Overrides) -> Config:
         """Return a copy with other settings: `config.with_overrides(["training.epochs=3"])`.

@@ -15,6 +15,7 @@ from click.shell_completion import CompletionItem
 
 from cyxtrain.environment import process_env
 from cyxtrain.environment.regular_files import local_path
+from cyxtrain.environment.schedulers import is_whole_number
 from cyxtrain.environment.standard_streams import STDERR
 from cyxtrain.errors import counted, exhausted, reason_of
 from cyxtrain.launch.first_process import run_as_first_process
@@ -188,7 +189,7 @@ def _start_of(options: Options, num_ranks: int, command: tuple[str, ...], enviro
     _require(
         bool(address), f"with --nnodes {nnodes} every machine needs --master-addr, the name or address of machine 0"
     )
-    is_valid = port is None or (_is_number(port) and 0 < int(port) < 65536)
+    is_valid = port is None or (is_whole_number(port) and 0 < int(port) < 65536)
     _require(is_valid, f"--master-port must be a number from 1 to 65535, got {port!r}")
     return Start(command, num_ranks, nnodes, node_rank, address, port, options.restarts, options.logs)
 
@@ -209,10 +210,6 @@ def _explain_no_start(error: OSError, start: Start) -> int:
 def _require(is_valid: bool, message: str) -> None:
     if not is_valid:
         raise click.UsageError(message)
-
-
-def _is_number(word: str) -> bool:
-    return word.isascii() and word.isdecimal()
 
 
 def _looks_like_number(word: str) -> bool:
@@ -266,7 +263,7 @@ def _num_ranks(options: Options, environment: Mapping[str, str]) -> tuple[int, d
         return _on_gpus(options.gpus, environment)
     if word is None or word in ("auto", "gpu", "cpu"):
         return _one_per_gpu_or_core(word, environment)
-    is_valid = _is_number(word) and int(word) > 0
+    is_valid = is_whole_number(word) and int(word) > 0
     _require(is_valid, f"the number of ranks must be a whole number of at least 1, got {word!r}")
     return int(word), {}
 
@@ -287,7 +284,7 @@ def _on_gpus(word: str, environment: Mapping[str, str]) -> tuple[int, dict[str, 
     if word == "all":
         return visible, _nccl(environment)
     numbers = word.split(",")
-    is_valid = all(map(_is_number, numbers)) and len(set(numbers)) == len(numbers)
+    is_valid = all(map(is_whole_number, numbers)) and len(set(numbers)) == len(numbers)
     _require(is_valid, f"--gpus must be a number of GPUs, all, or a list such as 0,2, got {word!r}")
     if len(numbers) == 1:
         _require(0 < int(word) <= visible, f"--gpus {word}: this machine has {visible}")
@@ -320,7 +317,7 @@ def _nodes(options: Options) -> tuple[int, int]:
     """Return (number of machines, number of this one)."""
     words = {"--nnodes": options.nnodes or "1", "--node-rank": options.node_rank or "0"}
     for name, word in words.items():
-        _require(_is_number(word), f"{name} must be a whole number, got {word!r}")
+        _require(is_whole_number(word), f"{name} must be a whole number, got {word!r}")
     nnodes = int(words["--nnodes"])
     node_rank = int(words["--node-rank"])
     _require(nnodes > 0, "--nnodes must be at least 1")
@@ -336,7 +333,7 @@ def _become_torchrun(
 ) -> NoReturn:
     """Replace this process with torchrun, which restarts all ranks when a machine joins or leaves."""
     low, _, high = str(options.nnodes).partition(":")
-    if not (_is_number(low) and _is_number(high) and 0 < int(low) <= int(high)):
+    if not (is_whole_number(low) and is_whole_number(high) and 0 < int(low) <= int(high)):
         raise click.UsageError(f"--nnodes must be a number, or MIN:MAX such as 1:4, got {options.nnodes!r}")
     if not options.master_addr:
         raise click.UsageError(

@@ -95,13 +95,9 @@ class Accumulator:
 
     def pairs(self) -> dict[str, Pair]:
         """Return the exact sums over the rows, each rounded once; waits for an accelerator."""
-        if self._is_on_host:
+        if all(column.is_on_host for column in self._columns.values()):
             return {name: _over_rows(column.host) for name, column in self._columns.items()}
         return self._pairs_in(self.table())  # in one copy
-
-    @property
-    def _is_on_host(self) -> bool:
-        return all(column.is_on_host for column in self._columns.values())
 
     def _pairs_in(self, table: Tensor) -> dict[str, Pair]:
         columns = table.split(2, dim=1)

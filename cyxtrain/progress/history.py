@@ -127,6 +127,8 @@ class TrainingHistory:
         try:
             content = str(source) if is_json else read_text_of(path_or_url("from_json.source", source))
             values = json.loads(content)
+        except ConfigError:  # it is not a path, or its store needs a library
+            raise
         except OSError as error:
             raise ConfigError(
                 f"cannot read {shown}: {error.strerror or error}. Pass the output of to_json()."

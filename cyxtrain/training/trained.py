@@ -96,7 +96,7 @@ def warn_of_params_without_optimizer(
 def extra_state(trained: nn.Module) -> dict[str, Any]:
     """Return what a checkpoint keeps beyond the model's `state_dict`: losses, and buffers without one."""
     states = {name: plain_state(module) for name, module in _losses_of(trained).items()}
-    known = set(plain_state(_model_of(trained)))
+    known = set(plain_state(trained.model if isinstance(trained, Trained) else trained))
     for name, state in states.items():
         known.update(f"{name}.{own}" for own in state)
     buffers = {}
@@ -108,10 +108,6 @@ def extra_state(trained: nn.Module) -> dict[str, Any]:
 
 def _losses_of(trained: nn.Module) -> dict[str, nn.Module]:
     return trained.losses if isinstance(trained, Trained) else {}
-
-
-def _model_of(trained: nn.Module) -> nn.Module:
-    return trained.model if isinstance(trained, Trained) else trained
 
 
 def _can_be_kept(buffer: torch.Tensor) -> bool:

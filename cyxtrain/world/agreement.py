@@ -103,12 +103,16 @@ def raise_together(world: World, problem: Exception | None) -> None:
 
 def on_first(world: World, action: Callable[[], object]) -> None:
     """Run an action on rank 0, and raise its error on every rank. All ranks call it."""
+    on_each(world, action if world.is_first else lambda: None)
+
+
+def on_each(world: World, action: Callable[[], object]) -> None:
+    """Run an action on every rank, and raise an error of any of them on every rank. All ranks call it."""
     problem: Exception | None = None
-    if world.is_first:
-        try:
-            action()
-        except Exception as error:  # the others wait
-            problem = error
+    try:
+        action()
+    except Exception as error:  # the others wait
+        problem = error
     raise_together(world, problem)
 
 

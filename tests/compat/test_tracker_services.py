@@ -19,8 +19,9 @@ from rank_processes import run_ranks, values
 
 import cyxtrain as cx
 from cyxtrain.callbacks import MLflow, Tracker, Trackio, WandB
-from cyxtrain.callbacks.trackers import background_sender
+from cyxtrain.callbacks.trackers import background_sender, services
 from cyxtrain.callbacks.trackers.background_sender import Point
+from cyxtrain.errors import CheckpointError
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.nightly]
 STEPS = [5, 10, 15]
@@ -184,6 +185,13 @@ def test_a_fit_that_is_killed_while_mlflow_makes_its_store_leaves_none_or_a_whol
         assert {status for _, status in runs} <= {"KILLED", "FINISHED"}
         curve = "select step from metrics where key='loss' and run_uuid=? order by step"
         assert [step for (step,) in base.execute(curve, runs[-1][:1])] == STEPS
+
+
+def test_a_store_in_a_folder_that_cannot_be_written_is_refused_before_it_is_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(pytest.importorskip("mlflow"), "MlflowClient", None)
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="Cannot write MLflow's store"):
+        services._make_sqlite_store(f"sqlite:///{tmp_path}/file/mlflow.db")
 
 
 @pytest.mark.parametrize("name", ["MLflow", "WandB", "Trackio"])

@@ -41,7 +41,7 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_two_checkouts_take_turns_and_each_is_imported_from_its_own_folder(tmp_path):
     here = BENCHMARKS.parent
     printed, results = run_benchmark(
@@ -137,7 +137,7 @@ def test_each_kind_of_data_is_compared_with_a_loop(tmp_path):
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_each_kind_of_data_resumes_from_its_state_and_is_read_again_without(tmp_path):
     printed, results = run_benchmark("data_kinds.py", tmp_path, "--resume", "--rows", "1280")
     rows = {row["kind"].replace("`", ""): row for row in results["rows"]}
@@ -155,7 +155,7 @@ def test_each_kind_of_data_resumes_from_its_state_and_is_read_again_without(tmp_
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="only Linux tells")
 def test_memory_for_files_is_that_above_a_tiny_file(tmp_path):
     pytest.importorskip("h5py")

@@ -62,7 +62,7 @@ def test_data_can_be_learnt_and_are_the_same_everywhere():
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.usefixtures("rank_server")
 def test_ways_train_the_same_on_one_rank_and_on_two(tmp_path):
     """Of the libraries, those that are installed."""

@@ -16,6 +16,6 @@ def run_benchmark(name: str, folder: Path, *arguments: str) -> tuple[str, Any]:
     """Run a benchmark in a fork of the rank server; return its output and the contents of its JSON file."""
     file = folder / "results.json"
     words, variables = [str(BENCHMARKS / name), *arguments, "--json", str(file)], worlds.child_environment()
-    ended = run_python(words, folder, {"PYTHONPATH": variables["PYTHONPATH"], "OMP_NUM_THREADS": "1"}, seconds=280)
+    ended = run_python(words, folder, {"PYTHONPATH": variables["PYTHONPATH"], "OMP_NUM_THREADS": "1"}, seconds=560)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout, json.loads(file.read_text("utf-8"))

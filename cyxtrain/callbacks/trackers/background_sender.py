@@ -191,7 +191,7 @@ class BackgroundSender:
         try:
             call(*arguments)
         except Exception as error:  # whatever a service's library raises
-            self.problem = self.problem or f"{type(error).__name__}: {reason_of(error)}"
+            self.problem = self.problem or f"{type(error).__name__}: {reason_of(error)}".rstrip(".")
             return False
         return True
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from cyxtrain.callbacks.trackers.background_sender import Point
 from cyxtrain.callbacks.trackers.tracker import Tracker
-from cyxtrain.checkpoint.files import temporary_file
+from cyxtrain.checkpoint.files import temporary_file, try_folder
 from cyxtrain.config.settings import require
 from cyxtrain.environment.process_env import ENVIRON
 
@@ -46,7 +46,10 @@ class _Installed(Tracker):
     def _active_run(self) -> str:
         # An active run may belong to the thread that asks: here, the user's.
         library = sys.modules.get(self._library)
-        self._run = library and type(self)._active(library)
+        self._run = None
+        # While another thread imports the library, it has no such function, and no run.
+        with contextlib.suppress(AttributeError):
+            self._run = library and type(self)._active(library)
         return self._id() if self._run else ""
 
     def _id(self) -> str:
@@ -137,6 +140,7 @@ def _make_sqlite_store(uri: str) -> None:
     is_file = uri.startswith("sqlite:///") and not any(each in uri for each in ("%", "?", ":memory:"))
     if not is_file or store.exists():
         return
+    try_folder(store.parent, store.name, "MLflow's store")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         made = Path(folder, store.name)
         mlflow.MlflowClient(f"sqlite:///{made.as_posix()}").search_experiments()

@@ -88,7 +88,7 @@ def encode_tensors(
             continue
         if tensor.dtype in _STAND_INS:
             layout.dtypes[name] = _unprefixed(tensor.dtype)
-            tensor = _as_stand_in(tensor)
+            tensor = torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_STAND_INS[tensor.dtype])
         if copy is not None:
             stored[name] = copy(name, tensor)
         else:
@@ -111,10 +111,6 @@ def _with_parts_of_sparse(
         for number, part in enumerate(parts):
             strided[f"{name}#{number}"] = part
     return strided, sparse
-
-
-def _as_stand_in(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor.view(_STAND_INS[tensor.dtype])
 
 
 def tied_names(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.feed import DataInterruptedError
+from cyxtrain.data.order import is_stateful
 from cyxtrain.data.rng import (
     CPU,
     Generators,
@@ -136,10 +137,6 @@ def resume_from(
     return found, ""
 
 
-def _has_state(part: Any) -> bool:
-    return all(callable(getattr(part, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
 def _stateful_of(made: Any) -> Any:
     """Return what has the position in its `state_dict`: an iterable, or the dataset of a plain DataLoader."""
     # Workers have copies of the dataset, whose positions are theirs.
@@ -150,7 +147,7 @@ def _stateful_of(made: Any) -> Any:
 
 def _state_of(part: Any) -> Any:
     """Return a copy of the present state, which may change; None if there is none."""
-    if _has_state(part):
+    if is_stateful(part):
         # Training needs no state: some data have one only while they are iterated.
         with contextlib.suppress(Exception):
             return copy.deepcopy(part.state_dict())

@@ -38,7 +38,7 @@ from cyxtrain.errors import ConfigError, brief, counted
 from cyxtrain.metrics.whole_set import as_numpy
 from cyxtrain.tensors.fingerprint import fingerprint
 from cyxtrain.training.inputs.checked_data import CheckedData
-from cyxtrain.world.agreement import agree_on, on_first
+from cyxtrain.world.agreement import agree_on, on_each, on_first
 from cyxtrain.world.world import World
 
 Shapes: TypeAlias = list[list[int]]
@@ -192,7 +192,8 @@ def _place(argument: str, folder: Any) -> str:
 def read_index(folder: str) -> dict[str, Any]:
     """Return the index of a folder; raise ConfigError if it has none."""
     index: Any = None
-    with contextlib.suppress(OSError, ValueError):
+    # Not all ValueErrors: a ConfigError tells which library a store needs.
+    with contextlib.suppress(OSError, json.JSONDecodeError, UnicodeDecodeError):
         index = json.loads(read_text_of(f"{folder}/{INDEX}"))
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise ConfigError(f"{folder} has no {INDEX} of predictions: predict(X, output_dir=...) writes it.")
@@ -373,7 +374,10 @@ class ShardFolder:
             _write_json(f"{self.path}/{INDEX}", {**read_index(self.path), **found, "shards": shapes})
 
         on_first(self._world, write)
-        return Predictions(self.path)
+        found: list[Predictions] = []
+        # A store may fail for one rank.
+        on_each(self._world, lambda: found.append(Predictions(self.path)))
+        return found[0]
 
     def _records(self, count: int, *, may_miss: bool) -> list[dict[str, Any]]:
         """Return what the first shards contain; `may_miss`: only up to the first that is missing."""

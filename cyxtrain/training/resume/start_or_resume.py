@@ -20,7 +20,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.data.batches.tables import check_columns
 from cyxtrain.environment import process_env
 from cyxtrain.environment.regular_files import url_of
-from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError, counted, on_all_ranks, warn, warn_together
+from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, warn, warn_together
 from cyxtrain.optim.schedule_length import check_schedule
 from cyxtrain.training.inputs.facts import (
     POLICIES,
@@ -36,7 +36,7 @@ from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import with_batch_norm_checked
 from cyxtrain.training.resume.resumption import Resumption
 from cyxtrain.training.state import Position, TrainingState
-from cyxtrain.world.agreement import raise_together
+from cyxtrain.world.agreement import on_each
 from cyxtrain.world.world import World
 
 AUTO = "auto"
@@ -117,13 +117,12 @@ def _require_store(plan: FitPlan) -> None:
     is_read = plan.resume == AUTO or bool(plan.attempt)
     if not url or not (is_read or config.makes_checkpoints):
         return
-    problem: CyxtrainError | None = None
-    if plan.world.is_first or not config.save_on_master_only:
-        try:
+
+    def reach() -> None:
+        if plan.world.is_first or not config.save_on_master_only:
             require_reachable(url, writes=config.makes_checkpoints)
-        except CyxtrainError as error:
-            problem = error
-    raise_together(plan.world, problem)
+
+    on_each(plan.world, reach)
 
 
 def _program_of(state: TrainingState, config: DistributedTrainingConfig, digests: Mapping[str, str]) -> str:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -391,7 +392,14 @@ def test_a_local_file_that_cannot_be_written_is_a_warning(alone, tmp_path):
     (tmp_path / "trackers").touch()
     [text] = fit_beside(FileTracker(f"{tmp_path}/calls"))
     assert "Cannot write file of a tracker's run" in text
+    assert "choose another folder. Training continues" in text
     assert of_kind(f"{tmp_path}/calls", "finish") == ["FINISHED"]
+
+
+def test_a_library_that_another_thread_is_importing_has_no_active_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", types.ModuleType("mlflow"))
+    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+    assert MLflow()._active_run() == ""
 
 
 def _missing() -> Tracker:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
+from typing import Any
 
 import fsspec
 import pytest
 import torch
 from fitting import fingerprint, make_model
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.registry import known_implementations
 from shelf import Shelf, dying, kept, nothing
 
 import cyxtrain as cx
+from cyxtrain.checkpoint import remote_files
 from cyxtrain.checkpoint.background_file import BackgroundFile
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState, read_checkpoint, write_checkpoint
 from cyxtrain.checkpoint.folder import look_into, newest_in
@@ -152,6 +156,32 @@ def test_small_files_are_written_whole_or_only_if_there_is_none(url, tmp_path):
         remove_remote(f"{url}/{name}")
 
 
+def test_a_store_that_ignores_conditions_keeps_a_file_that_is_there(tmp_path, monkeypatch):
+    def ignoring(self: Shelf, path: str, value: bytes, mode: str = "overwrite") -> None:
+        LocalFileSystem.pipe_file(self, path, value)
+
+    monkeypatch.setattr(remote_files, "_S3", ("shelf",))
+    monkeypatch.setattr(Shelf, "pipe_file", ignoring)
+    assert create_remote(f"shelf://{tmp_path}/store/a", b"1")
+    assert not create_remote(f"shelf://{tmp_path}/store/a", b"2")
+    assert read_text_of(f"shelf://{tmp_path}/store/a") == "1"
+
+
+def test_an_object_that_stands_for_the_folder_is_not_a_file_of_it(tmp_path, monkeypatch):
+    def marked(self: Shelf, path: str, **_: Any) -> list[dict[str, Any]]:
+        return [{"name": f"{path}/", "type": "file", "size": 0}, {"name": f"{path}/a", "type": "file", "size": 3}]
+
+    monkeypatch.setattr(Shelf, "ls", marked)
+    assert [*list_files(f"shelf://{tmp_path}/store")] == ["a"]
+
+
+def test_a_library_that_is_missing_is_named_by_what_reads_files():
+    with pytest.raises(cx.ConfigError, match=r"^Cannot use nothing://a"):
+        cx.open_predictions("nothing://a/b")
+    with pytest.raises(cx.ConfigError, match=r"^Cannot use nothing://a"):
+        cx.TrainingHistory.from_json("nothing://a/b")
+
+
 def test_an_error_of_a_store_has_no_frames_of_its_library(tmp_path, in_order):
     Shelf.before = staticmethod(dying(-1))
     with pytest.raises(cx.CheckpointError) as caught:
@@ -181,6 +211,28 @@ def test_a_file_that_is_written_again_and_again_never_waits_and_ends_with_the_ne
     assert read_text_of(url) == "8"
     assert len(uploads) <= 2
     assert kept(tmp_path / "store") == {"log"}
+
+
+def test_one_thread_at_a_time_uploads_a_file(tmp_path, in_order):
+    """New content that comes when a thread has made its last upload, and before it ends, is uploaded once."""
+    newer = [b"2"]
+
+    class Gap(threading.Condition):
+        def __exit__(self, *arguments: Any) -> None:
+            super().__exit__(*arguments)
+            if threading.current_thread().name == "cyxtrain-file" and newer:
+                file.write(newer.pop())
+
+    uploads: list[str] = []
+    Shelf.before = staticmethod(uploads.append)
+    file = BackgroundFile(f"shelf://{tmp_path}/store/log")
+    file._condition = Gap()
+    file.write(b"1")
+    deadline = time.monotonic() + 5.0
+    while any(thread.name == "cyxtrain-file" for thread in threading.enumerate()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert uploads.count("pipe") == 2
+    assert read_text_of(f"shelf://{tmp_path}/store/log") == "2"
 
 
 def test_a_file_that_could_not_be_written_is_told_and_tried_again_at_the_end(tmp_path, in_order):

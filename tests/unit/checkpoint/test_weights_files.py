@@ -277,6 +277,9 @@ def test_without_strict_a_file_of_another_model_is_refused(tmp_path):
     torch.save({"encoder.weight": torch.ones(2)}, tmp_path / "w.pt")
     with pytest.raises(cx.CheckpointError, match=r"missing \['0\.bias', .*; unexpected \['encoder\.weight'\]\. Build"):
         cx.load_weights(model(), tmp_path / "w.pt", strict=False)
+    # Names that a module with its own loading code may lack are no match.
+    with pytest.raises(cx.CheckpointError, match=r"unexpected \['encoder\.weight'\]"):
+        cx.load_weights(nn.Sequential(nn.Linear(2, 2), Keeper(0.0)), tmp_path / "w.pt", strict=False)
 
 
 # Shards and folders.
@@ -379,6 +382,45 @@ def test_a_loaded_model_does_not_depend_on_its_file(tmp_path, name):
     cx.load_weights(net, path)
     path.write_bytes(b"\xff" * len(content))
     assert fingerprint(net) == fingerprint(model())
+
+
+class Keeper(nn.Module):
+    """Keeps tensors of the state that it is given: by its own loading code, and as its extra state."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.memory = torch.full((4096,), number)
+        self.more = {"seen": self.memory + 1}
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}memory"] = self.memory
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
+        self.memory = state_dict.pop(f"{prefix}memory")
+        super()._load_from_state_dict(state_dict, prefix, *others)
+
+    def get_extra_state(self) -> dict[str, Tensor]:
+        return self.more
+
+    def set_extra_state(self, state: dict[str, Tensor]) -> None:
+        self.more = state
+
+
+def test_a_module_that_keeps_what_it_is_given_does_not_depend_on_the_file(tmp_path):
+    path, net = tmp_path / "w.pt", Keeper(0.0)
+    torch.save(Keeper(3.0).state_dict(), path)
+    cx.load_weights(net, path)
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    assert torch.equal(net.memory, torch.full((4096,), 3.0))
+    assert torch.equal(net.more["seen"], torch.full((4096,), 4.0))
+
+
+def test_a_weight_named_as_the_format_is_loaded(tmp_path):
+    net, other = nn.ParameterDict({"pt": torch.ones(2)}), nn.ParameterDict({"pt": torch.zeros(2)})
+    cx.save_weights(net, tmp_path / "w.safetensors")
+    assert cx.load_weights(other, tmp_path / "w.safetensors") == ([], [])
+    assert torch.equal(other["pt"], torch.ones(2))
 
 
 MEASURE = """

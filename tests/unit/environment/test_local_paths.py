@@ -9,6 +9,7 @@ import torch
 
 import cyxtrain as cx
 from cyxtrain.callbacks import CSVLogger, ModelCheckpoint, TensorBoard
+from cyxtrain.checkpoint.remote_files import write_remote
 from cyxtrain.environment.regular_files import local_path, path_or_url, url_of
 from cyxtrain.launch.command_line import main
 
@@ -69,6 +70,8 @@ def test_a_upath_is_a_path_or_a_url():
     config = cx.DistributedTrainingConfig(checkpoint_dir=UPath("s3://a/b"))
     config.validate()
     assert config.checkpoint_dir == "s3://a/b"
+    write_remote("memory://configs/a.yaml", b"training: {epochs: 3}")
+    assert cx.Config.from_file(UPath("memory://configs/a.yaml")).to_dict() == {"training": {"epochs": 3}}
     with pytest.raises(cx.ConfigError, match=r"it is a UPath with storage_options.*FSSPEC_S3_ENDPOINT_URL"):
         path_or_url("it", UPath("s3://a/b", key="k"))
 
