@@ -19,7 +19,7 @@ from torch.utils.data import ConcatDataset, Subset
 
 from cyxtrain.environment import accelerator
 
-_States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
+States = tuple[Any, Any, torch.Tensor, torch.Tensor | None]
 CPU = torch.device("cpu")
 # Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators (2014), figure 16, with Stafford's mix 13.
 _MIX = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -95,9 +95,9 @@ class Generators:
         for generator, state in self._others:
             generator.set_state(state)
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the states of those of the CPU, while they are not in place, as JSON values."""
-        return _as_json((self.python, {**self._numpy_state, **self._numpy.state}, self.cpu, None), CPU)
+    def states(self) -> States:
+        """Return copies of the states of those of the CPU, while they are not in place."""
+        return self.python, {**self._numpy_state, **self._numpy.state}, self.cpu, None
 
 
 def _numpy_state(generator: Any) -> dict[str, Any]:
@@ -212,10 +212,11 @@ def _seed_others(seed: int) -> None:
 
 def generators_as_json(device: torch.device) -> dict[str, Any]:
     """Return the states of all generators as JSON values."""
-    return _as_json(_get_states(device), device)
+    return as_json(_get_states(device), device)
 
 
-def _as_json(states: _States, device: torch.device) -> dict[str, Any]:
+def as_json(states: States, device: torch.device = CPU) -> dict[str, Any]:
+    """Return states as JSON values."""
     python, numpy_state, cpu, own = states
     version, words, gauss = python
     key = numpy_state["state"]["key"].tobytes().hex()
@@ -243,7 +244,7 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
     _set_states((python, numpy_state, _from_hex(states["torch"]), own), device)
 
 
-def _get_states(device: torch.device) -> _States:
+def _get_states(device: torch.device) -> States:
     own = None
     if accelerator.is_accelerator(device):
         with _on(device) as module:
@@ -251,7 +252,7 @@ def _get_states(device: torch.device) -> _States:
     return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state(), own
 
 
-def _set_states(states: _States, device: torch.device) -> None:
+def _set_states(states: States, device: torch.device) -> None:
     python, numpy_state, cpu, own = states
     random.setstate(python)
     np.random.set_state(numpy_state)

@@ -112,6 +112,12 @@ def check_columns(trained: Mapping[str, Sequence[str]], found: Mapping[str, Sequ
             )
 
 
+def check_order(trained: Mapping[str, Sequence[str]], found: Mapping[str, Sequence[str]]) -> None:
+    """Raise ConfigError if tables have the columns of those before in another order; other names may be meant."""
+    same = {name: columns for name, columns in found.items() if sorted(columns) == sorted(trained.get(name, ()))}
+    check_columns(trained, same)
+
+
 def _difference(expected: Sequence[str], columns: Sequence[str]) -> str:
     lacks = [column for column in expected if column not in columns]
     others = [column for column in columns if column not in expected]

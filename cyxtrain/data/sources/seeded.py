@@ -21,6 +21,7 @@ from cyxtrain.data.order import is_stateful
 from cyxtrain.data.rng import (
     CPU,
     Generators,
+    as_json,
     begin_pass,
     generators_apart,
     generators_kept,
@@ -102,7 +103,7 @@ class SeededIterator(ABC):
         mark = None
         state = _state_of(self._stateful)
         if state is not None and not self._ahead:
-            mark = {"state": state, "generators": self._generators.as_json()}
+            mark = {"state": state, "generators": self._generators.states()}
         found = read()
         if mark is not None:
             mark["digest"] = " ".join(sampled_hash(each) for rows in self._rows(found) for each in rows.tensors())
@@ -111,7 +112,10 @@ class SeededIterator(ABC):
 
     def saved(self, ahead: int) -> dict[str, Any] | None:
         """Return the state before the step that is `ahead` steps before the latest one; None: it is not known."""
-        return self._marks[-1 - ahead]
+        mark = self._marks[-1 - ahead]
+        if mark is None:
+            return None
+        return {**mark, "generators": as_json(mark["generators"])}
 
     def rewind(self) -> None:
         """Let the data begin anew in the next pass, if this one is not read to its end."""

@@ -11,6 +11,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require
 from cyxtrain.data.batches.rows import as_rows
 from cyxtrain.data.batches.structure import num_rows
+from cyxtrain.data.batches.tables import check_order
 from cyxtrain.data.feed import Place
 from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.data.sources.open import open_source, yields_batches
@@ -137,6 +138,7 @@ def _step(
     config = plan.config
     data = plan.data
     device = data.placement.device
+    check_order(state.columns, source.columns)
     state.set(callbacks=Callbacks(), stop_training=False, columns=dict(source.columns))
     with generators_kept(device):
         # By the step: each batch draws other numbers, and a resumed program the same ones.

@@ -17,7 +17,7 @@ from cyxtrain.checkpoint.remote_files import require_reachable
 from cyxtrain.checkpoint.transport import read_file_on_all, read_on_all
 from cyxtrain.checkpoint.validation import check_content, restoring_from
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.tables import check_columns
+from cyxtrain.data.batches.tables import check_columns, check_order
 from cyxtrain.environment import process_env
 from cyxtrain.environment.regular_files import url_of
 from cyxtrain.errors import CheckpointError, ConfigError, counted, on_all_ranks, warn, warn_together
@@ -145,6 +145,7 @@ def _after_all(world: World, config: DistributedTrainingConfig) -> float:
 
 
 def _start(state: TrainingState, plan: FitPlan, run: Mapping[str, Any]) -> tuple[FitPlan, None, HeaderLines]:
+    check_order(state.columns, plan.data.source.columns)
     plan = with_batch_norm_checked(state.model, plan)
     length = plan.length
     for rates in state.rates.values():

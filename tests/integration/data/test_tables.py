@@ -265,14 +265,17 @@ def refuse_other_columns() -> list[str]:
         refusal(trainer.predict, swapped),
         refusal(trainer.evaluate, rows.rename(columns={"area": "size"}), TARGETS),
         refusal(trainer.fit, rows, TARGETS, validation_data=(swapped, TARGETS), **FIT),
+        refusal(trainer.fit, swapped, TARGETS, **FIT),
+        refusal(trainer.train_on_batch, swapped, TARGETS),
     ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_columns_in_another_order_than_in_training_are_refused(world_size):
     pytest.importorskip("pandas")
-    for order, names, validation in everywhere(world_size, refuse_other_columns):
-        assert order.startswith(f"X {COLUMNS}their order differs. Select them")
+    for order, names, validation, *trained in everywhere(world_size, refuse_other_columns):
+        for refused in (order, *trained):
+            assert refused.startswith(f"X {COLUMNS}their order differs. Select them")
         assert names.startswith(f"X {COLUMNS}it lacks 'area', and it also has 'size'. Select them")
         assert "validation" in validation
         assert COLUMNS in validation
