@@ -179,7 +179,7 @@ def test_a_fit_that_is_killed_while_mlflow_makes_its_store_leaves_none_or_a_whol
     [killed] = run_ranks(1, fit_until_the_store_is_half_made, str(tmp_path), f"sqlite:///{store}", seconds=100)
     assert killed.kind == "Killed"
     assert not store.exists()
-    values(run_ranks(1, fit_and_be_killed, str(tmp_path), f"sqlite:///{store}", 0, seconds=200))
+    values(run_ranks(1, fit_before_the_store_is_made, str(tmp_path), f"sqlite:///{store}", seconds=200))
     with contextlib.closing(sqlite3.connect(store)) as base:
         runs = base.execute("select run_uuid, status from runs order by start_time").fetchall()
         assert {status for _, status in runs} <= {"KILLED", "FINISHED"}
