@@ -56,11 +56,11 @@ def columns_of(values: Any) -> list[Any]:
         return list(values.collect_schema().names())
     if isinstance(values, np.ndarray) or not callable(getattr(values, "__array__", None)):
         return []
-    # PyArrow calls them `column_names`, pandas and Polars `columns`. Tables of pandas have columns as attributes, too.
-    for name in ("column_names", "columns"):
-        if hasattr(type(values), name):
-            return list(getattr(values, name))
-    return []
+    # Tables of pandas have columns as attributes, too, and its Series have labels.
+    if len(getattr(values, "shape", (0, 0))) != 2:
+        return []
+    is_arrow = type(values).__module__.startswith("pyarrow")
+    return list(getattr(values, "column_names" if is_arrow else "columns", ()))
 
 
 def table_as_array(values: Any, name: str) -> _Array:
