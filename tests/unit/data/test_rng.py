@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from markers import by_night
 from torch.utils.data import Dataset
 
 from cyxtrain.data.rng import (
@@ -145,7 +146,7 @@ def load(dataset: Dataset[Any], collate: Any = list) -> list[Any]:
 
 
 @pytest.mark.usefixtures("_installed")
-@pytest.mark.parametrize("first", [0, 15])
+@pytest.mark.parametrize("first", [by_night(0), 15])
 @pytest.mark.parametrize("names", [[name] for name in DRAWS] + [[*DRAWS]], ids=str)
 def test_what_a_row_draws_depends_on_its_seed_and_training_draws_as_without_it(names, first):
     before = generators_as_json(CPU)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from fitting import CLASSES, FEATURES, make_model, make_rows, one_process, run_world
 from lazy import LazyModule
+from markers import by_night
 from torch import nn
 
 import cyxtrain as cx
@@ -102,7 +103,9 @@ def test_curves_are_drawn_and_written(tmp_path):
     assert len(panels["accuracy"].lines) == 1
 
 
-@pytest.mark.parametrize(("name", "begin"), [("a.png", b"\x89PNG"), ("a.pdf", b"%PDF"), ("a", b"\x89PNG")])
+@pytest.mark.parametrize(
+    ("name", "begin"), [by_night("a.png", b"\x89PNG"), by_night("a.pdf", b"%PDF"), ("a", b"\x89PNG")]
+)
 def test_curves_are_written_to_a_store(name, begin):
     HISTORY.plot(f"memory://curves/{name}")
     assert read_remote(f"memory://curves/{name}", "plot").startswith(begin)
