@@ -121,7 +121,7 @@ def is_missing(error: CheckpointError) -> bool:
 
 
 def read_text_of(path: str | os.PathLike[str], limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
-    """Return the content of a text file, which may be a URL; raise as `read_text`, and CheckpointError for a store."""
+    """Return the content of a text file or URL; errors are those of `read_text`, or CheckpointError for a store."""
     url = url_of(path)
     if not url:
         return read_text(path, limit_bytes)
@@ -196,14 +196,16 @@ def create_remote(url: str, content: bytes) -> bool:
     with _blaming("write", url):
         system, path = _opened(url)
         system.invalidate_cache()
-        # A look there, too: some servers and older libraries ignore the condition.
-        if _scheme(url) in _S3 and not system.exists(path):
-            # Another process was faster, or the server refuses conditions.
+        # On S3, too: some servers and older libraries ignore the condition.
+        if system.exists(path):
+            return False
+        if _scheme(url) in _S3:
             with contextlib.suppress(Exception):
                 system.pipe_file(path, content, mode="create")
                 return True
-        if system.exists(path):
-            return False
+            # Another process was faster, or the server refuses conditions.
+            if system.exists(path):
+                return False
     write_remote(url, content)
     return True
 

@@ -122,9 +122,9 @@ class Tracker(Callback, abc.ABC):
             run["status"] = self._status
         self._last = run["sent"] | {name: step for name, step, *_ in run["waiting"]}
         self._sender = BackgroundSender(self, run, self._path(run["key"]))
-        must_import = self._library not in sys.modules
+        must_import = self._library != "" and self._library not in sys.modules
         self._sender.begin(seconds_left)
-        if self._library and must_import:
+        if must_import:
             # The first step imports others, which two threads must not do at once.
             self._sender.wait_for_first_call()
         # The first mean begins here.

@@ -59,8 +59,8 @@ def columns_of(values: Any) -> list[Any]:
     # Tables of pandas have columns as attributes, too, and its Series have labels.
     if len(getattr(values, "shape", (0, 0))) != 2:
         return []
-    is_arrow = type(values).__module__.startswith("pyarrow")
-    return list(getattr(values, "column_names" if is_arrow else "columns", ()))
+    name = "column_names" if _library_of(values) == "pyarrow" else "columns"
+    return list(getattr(values, name, ()))
 
 
 def table_as_array(values: Any, name: str) -> _Array:

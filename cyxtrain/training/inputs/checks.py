@@ -282,7 +282,7 @@ def lookups_checked(model: nn.Module, inputs: Tree, source: Source) -> Iterator[
 
     Within, the model is tried on some `inputs`. What an embedding gets of them as they are, it will get of all samples.
     """
-    # A subclass, or a forward of its own, may take other numbers.
+    # Subclasses and replaced forwards may take other numbers.
     plain = [(name, each) for name, each in model.named_modules() if "forward" not in vars(each)]
     layers = {name: each for name, each in plain if type(each) in (nn.Embedding, nn.EmbeddingBag)}
     tensors = [(name, each) for name, each in named_tensors(inputs, "X") if is_plain(each) and not each.is_inference()]
@@ -302,7 +302,7 @@ def lookups_checked(model: nn.Module, inputs: Tree, source: Source) -> Iterator[
 
 
 def _note_lookup(seen: list[tuple[str, Any, Tensor]], name: str, layer: nn.Module, codes: Any) -> None:
-    # A compiled model would note all that come. PyTorch refuses what is no tensor.
+    # A compiled model would note the codes of every later call. PyTorch refuses other types than tensors.
     if isinstance(codes, Tensor) and not torch.compiler.is_compiling():
         seen.append((name, layer, codes))
 

@@ -374,10 +374,10 @@ class ShardFolder:
             _write_json(f"{self.path}/{INDEX}", {**read_index(self.path), **found, "shards": shapes})
 
         on_first(self._world, write)
-        found: list[Predictions] = []
+        opened: list[Predictions] = []
         # A store may fail for one rank.
-        on_each(self._world, lambda: found.append(Predictions(self.path)))
-        return found[0]
+        on_each(self._world, lambda: opened.append(Predictions(self.path)))
+        return opened[0]
 
     def _records(self, count: int, *, may_miss: bool) -> list[dict[str, Any]]:
         """Return what the first shards contain; `may_miss`: only up to the first that is missing."""
