@@ -249,13 +249,17 @@ def test_elastic_is_torchruns(monkeypatch):
     assert "fit resumes only if the program asks for it" in " ".join(shown.split())
 
 
-@pytest.mark.nightly  # torchrun waits for half a minute whether more machines come
+# torchrun waits for more machines after the least number has come: half a minute, if it is not told otherwise.
+SHORT_WAIT = {"PET_RDZV_CONF": "last_call_timeout=2"}
+
+
+@pytest.mark.nightly
 def test_elastic_starts_for_real(tmp_path):
     config = Path(__file__).resolve().parents[3] / "configs" / "digits_mlp.yaml"
     options = ["--nnodes", "1:2", "--master-addr", "localhost", "--master-port", str(free_port()), "-n", "2"]
     done = subprocess.run(
         [sys.executable, "-m", "cyxtrain", "launch", *options, "--", "cyxtrain", "fit", config, "training.epochs=3"],
-        env=child_environment(),
+        env=child_environment() | SHORT_WAIT,
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -276,7 +280,7 @@ def test_a_machine_that_comes_later_takes_part_and_the_fit_goes_on(tmp_path):
     def agent() -> subprocess.Popen[str]:
         return subprocess.Popen(
             [sys.executable, "-m", "cyxtrain", "launch", *options, "--", *fit, "--resume", "auto"],
-            env=child_environment(),
+            env=child_environment() | SHORT_WAIT,
             cwd=tmp_path,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
