@@ -105,7 +105,7 @@ def _is_profile(value: object) -> bool:
 
 _POSITIVE = (
     *("epochs", "batch_size", "effective_batch_size", "accumulation_steps", "steps_per_epoch", "max_steps"),
-    *("validation_steps", "validation_batch_size", "readers"),
+    *("validation_steps", "validation_batch_size", "readers", "virtual_ranks"),
 )
 _LIMITS = ("a finite number above 0 or None", _are_limits)
 _MINUTES = ("a number of at least 0", lambda value: is_number(value) and 0 <= value < math.inf)
@@ -270,6 +270,9 @@ class DistributedTrainingConfig:
     """For data in parts (a function of `(reader, readers)`, an IterableDataset of Hugging Face, a pyarrow Dataset): how
     many readers share them. They give the samples of each step in turn, on as many ranks as readers or fewer, and each
     sample is read by one rank. None: data have no parts."""
+    virtual_ranks: int | None = None
+    """Train as on so many ranks, with the same bits on any number of ranks up to it: each rank computes the parts of
+    several, one after the other. `batch_size` is per virtual rank. None: as many as there are ranks."""
 
     @property
     def has_own_epochs(self) -> bool:

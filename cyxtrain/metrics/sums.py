@@ -14,7 +14,9 @@ from cyxtrain.data.batches.structure import Tree
 from cyxtrain.metrics.accumulator import Accumulator, Number, Pair, joined, mean_of, number_of
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
+from cyxtrain.metrics.slice_metrics import SliceMetrics
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 _LOSS = "loss"
@@ -29,10 +31,10 @@ class Correct(NamedTuple):
 
 
 class MetricSums:
-    """Sums of losses and metrics: one row for a running epoch, or one row per batch."""
+    """Sums of losses and metrics: one row for a running epoch, or one row per batch, or per slice of each step."""
 
-    def __init__(self, rows: int, loss: Loss, metrics: Metrics) -> None:
-        self.metrics = metrics.copy()
+    def __init__(self, rows: int, loss: Loss, metrics: Metrics, slices: Slices | None = None) -> None:
+        self.metrics = metrics.copy() if slices is None else SliceMetrics(metrics, slices)
         self._numbers = Accumulator([_LOSS, _CORRECT, *loss.shown], rows)
         self._loss = loss
 
@@ -50,8 +52,10 @@ class MetricSums:
         """The names of the numbers that the table has besides loss and accuracy."""
         return [*self._loss.shown]
 
-    def restore(self, row: Sequence[float], names: Sequence[str] | None, logged: list[dict[str, Any]]) -> None:
-        """Start with an earlier row of numbers with these names; None: the same names as now.
+    def restore(
+        self, table: Sequence[Sequence[float]], names: Sequence[str] | None, logged: list[dict[str, Any]]
+    ) -> None:
+        """Start with an earlier table of numbers with these names; None: the same names as now.
 
         Numbers keep their names: numbers that are new here are moved from `logged`, others to it.
         """
@@ -60,18 +64,20 @@ class MetricSums:
             names = shown
         columns = [_LOSS, _CORRECT, *names]
         require(
-            len(row) == 2 * len(columns) and ([*names] == shown or not self._loss.weightings),
+            len(table[0]) == 2 * len(columns) and ([*names] == shown or not self._loss.weightings),
             f"it has the sums of other losses or numbers ({', '.join(names) or 'none'}) than this program "
             f"({', '.join(shown) or 'none'}): return the same, or resume from the end of an epoch.",
         )
-        sums = dict(zip(columns, zip(row[::2], row[1::2], strict=True), strict=True))
-        for name in names:
-            if name not in shown:
-                logged.append({name: ["mean", None, [*sums[name]]]})
-        for state in logged:
-            for name in state.keys() & {*shown}:
-                sums[name] = joined("mean", sums.get(name, (0.0, 0.0)), state.pop(name)[2])
-        self._numbers.load({name: ("mean", sums.get(name, (0.0, 0.0))) for name in self._numbers.names})
+        for number, row in enumerate(table):
+            sums = dict(zip(columns, zip(row[::2], row[1::2], strict=True), strict=True))
+            for name in names:
+                if name not in shown:
+                    logged.append({name: ["mean", None, [*sums[name]]]})
+            for state in logged:
+                for name in state.keys() & {*shown}:
+                    sums[name] = joined("mean", sums.get(name, (0.0, 0.0)), state.pop(name)[2])
+            pairs = {name: ("mean", sums.get(name, (0.0, 0.0))) for name in self._numbers.names}
+            self._numbers.load(pairs, number)
 
     def table(self) -> Tensor:
         """The sums so far, shape (rows, 4 + ...), float64, on the CPU; waits for an accelerator."""

@@ -104,10 +104,10 @@ class LossScale:
         """Whether a smaller scale may prevent an overflow."""
         return self.is_dynamic and self.value > _LEAST_SCALE
 
-    def of_rank(self, world_size: int) -> float:
-        """Return the factor of each rank's loss."""
-        # In a mean over N ranks a sample counts N times as much on its rank: gradients would overflow earlier.
-        return self.value / world_size
+    def of_slice(self, count: int) -> float:
+        """Return the factor of the loss of each of `count` slices of a step."""
+        # In a mean over N slices a sample counts N times as much in its slice: gradients would overflow earlier.
+        return self.value / count
 
     def update(self, *, overflowed: bool) -> None:
         """Change to the scale of the next step."""

@@ -31,8 +31,9 @@ from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.parallel.sync_flags import SyncFlags
 from cyxtrain.parallel.synchronization import Synchronization
-from cyxtrain.ring import SharedGradientBuffer, gradient_buffers_of, is_ring
+from cyxtrain.ring import RowSum, SharedGradientBuffer, gradient_buffers_of, is_ring
 from cyxtrain.world import runtime
+from cyxtrain.world.slices import Slices, additions_of_rows, rows_by_rank
 from cyxtrain.world.world import World
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
@@ -42,9 +43,19 @@ _open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers wit
 
 
 class Reducer:
-    """The buckets of a module's trained parameters, and the hooks that fill them."""
+    """The buckets of a module's trained parameters, and the hooks that fill them.
 
-    def __init__(self, model: nn.Module, config: DDPConfig, world: World, num_signals: int = NUM_SIGNALS) -> None:
+    Gradients are those of a slice per rank; of several slices, a rank ends each but its last one by `end_slice`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DDPConfig,
+        world: World,
+        num_signals: int = NUM_SIGNALS,
+        slices: Slices | None = None,
+    ) -> None:
         keep_freed_memory()  # autograd's own gradients are freed in each step, when they were copied to a bucket
         parameters = trained_parameters(model)
         self._model = model
@@ -57,9 +68,11 @@ class Reducer:
         dense, sparse = split_sparse(parameters, model)
         self._sparse = SparseGradients(sparse)
         layout = _layout(dense, sparse, config, num_signals)
-        shared_buffers = _gradient_buffers(layout, config, world)
+        slices = slices or Slices.of(world)
+        shared_buffers = _gradient_buffers(layout, config, world, slices)
+        as_view = config.gradient_as_bucket_view
         self._buckets = [
-            Bucket(spec, dense, index, spec is layout[-1], shared_buffer, as_view=config.gradient_as_bucket_view)
+            Bucket(spec, dense, index, spec is layout[-1], slices, shared_buffer, as_view=as_view)
             for index, (spec, shared_buffer) in enumerate(zip(layout, shared_buffers, strict=True))
         ]
         self.low_rank = install_compression(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
@@ -68,6 +81,7 @@ class Reducer:
         self._current_run: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
+        self._has_sums = False  # whether slices of the running step have ended
         self.flags = SyncFlags(self._buckets, self._names)
         self.held = False  # whether backward accumulates locally
         self.next_sync = Synchronization()  # what the next backward sends with its gradients
@@ -197,6 +211,27 @@ class Reducer:
         for other in _open_reducers:
             other._newer.discard(self)
 
+    def end_slice(self, *, absent: bool) -> None:
+        """Add what has accumulated in `.grad` to the sums of the step, and begin the next slice of this rank.
+
+        `absent`: the slice has no samples.
+        """
+        self._begin()
+        for bucket in self._buckets:
+            bucket.fill()
+            bucket.end_slice(self.next_sync, absent=absent)
+            bucket.next_slice()
+        self._has_sums = True
+        self.next_sync.end_slice()
+        self.unsynced = False
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def discard(self) -> None:
+        """Forget what has accumulated, and was not averaged."""
+        self.unsynced = False
+        self._has_sums = False
+
     def synchronize(self, world: World, *, absent: bool = False, refuses_unused: bool = False) -> None:
         """Average what has accumulated in `.grad`; a rank that is `absent` has no samples: zeros.
 
@@ -248,11 +283,14 @@ class Reducer:
         torch_compat.call_after_backward(backward.at_end)
 
     def _begin(self) -> None:
+        """Begin a synchronisation, unless an earlier slice of the step has."""
+        self._absent = False
+        if self._has_sums:
+            return
         self.flags.read()  # of the previous synchronisation, if they are still on their way
         for bucket in self._buckets:
             bucket.clear()
         self._next_bucket = 0
-        self._absent = False
 
     def _launch(self, *, rest: bool = False) -> None:
         """Launch the next buckets that are complete; or the rest, with zeros for what is missing."""
@@ -282,6 +320,7 @@ class Reducer:
         finally:
             self._current_run = None
             self._versions = None
+            self._has_sums = False
             self.next_sync = Synchronization()
         self.unsynced = False
         self.flags.end_synchronization(flags_by_bucket, unused, refuses_unused=refuses_unused)
@@ -368,13 +407,17 @@ def _layout(
 
 
 def _gradient_buffers(
-    layout: Sequence[BucketSpec], config: DDPConfig, world: World
+    layout: Sequence[BucketSpec], config: DDPConfig, world: World, slices: Slices
 ) -> Sequence[SharedGradientBuffer | None]:
     """Return memory for each bucket that all ranks share, if they can. All ranks call it."""
     are_on_cpu = all(spec.device.type == "cpu" for spec in layout)
-    if config.compression is not None or not are_on_cpu:
+    if config.compression is not None or not are_on_cpu or world.size == 1:
         return [None] * len(layout)
-    return gradient_buffers_of(world.cpu_tensors, [(spec.count, spec.dtype) for spec in layout])
+    row_sum = None
+    if slices.is_virtual:
+        num_rows = tuple(map(len, rows_by_rank(slices)))
+        row_sum = RowSum(num_rows, additions_of_rows(slices), slices.count)
+    return gradient_buffers_of(world.cpu_tensors, [(spec.count, spec.dtype) for spec in layout], row_sum)
 
 
 class _Backward:

@@ -20,12 +20,15 @@ from cyxtrain.errors import ConfigError
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.consistency.broadcasting import SharedBuffers, share_tensors, tensors_of
 from cyxtrain.parallel.consistency.replicas import check_replicas, check_same_module
+from cyxtrain.parallel.consistency.slice_buffers import SliceBuffers
+from cyxtrain.parallel.exchange import sum_over_slices
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.world import runtime
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 
@@ -72,12 +75,43 @@ class DistributedDataParallel(nn.Module):
         self._reducer: Reducer | None = None
         self._sharing = SharedBuffers(model)
         self._latest = _StepState()
+        self._slices: Slices | None = None  # None: one per rank
         if world.size > 1:
             torch_compat.require_end_of_backward()
             check_same_module(model, world)
             if self.config.broadcast_parameters:
                 share_tensors(world, [*model.parameters(), *model.buffers()], self._names)
             self._reducer = Reducer(model, self.config, world, self.num_signals)
+
+    def use_slices(self, slices: Slices) -> None:
+        """Average the gradients of slices from now on, with the same bits on any number of ranks. All ranks call it.
+
+        Each backward but the last of a step is within `no_sync`; call `end_slice` after each slice but the last.
+        """
+        if slices == self._slices:
+            return
+        torch_compat.require_end_of_backward()
+        self._slices = slices
+        reducer = Reducer(self.module, self.config, self.world, self.num_signals, slices)
+        if self._reducer is not None:
+            reducer.take_over(self._reducer)
+        self._reducer = reducer
+
+    def end_slice(self) -> None:
+        """Add the gradients of one of this rank's slices, which is not its last one, to the sums of the step."""
+        if self._reducer is not None:
+            self._reducer.end_slice(absent=not self._reducer.unsynced)
+
+    @property
+    def slices(self) -> Slices:
+        """The slices of a step, of which this rank has some; by default one per rank."""
+        return self._slices or Slices.of(self.world)
+
+    def begin_buffers(self) -> SliceBuffers:
+        """Return what joins the buffers of the slices of a step."""
+        slices = self.slices
+        group = self.world.cpu_tensors
+        return SliceBuffers(self.module, slices, lambda rows: sum_over_slices(rows, slices, group))
 
     @property
     def world(self) -> World:
@@ -245,7 +279,7 @@ class DistributedDataParallel(nn.Module):
             sync.complete(1.0, lambda: sync.signals)
         else:
             self._reducer.next_sync = sync
-            self._reducer.unsynced = False
+            self._reducer.discard()
         return sync
 
     @property
@@ -381,7 +415,7 @@ class DistributedDataParallel(nn.Module):
         has_begun = reducer.next_sync is self._latest.sync
         if not has_begun and not reducer.held:
             self._follow_module(parameters)
-        if buffers and self.training:
+        if buffers and self.training and self._slices is None:
             self._share_before_step(buffers)
 
     def _share_before_step(self, buffers: Sequence[Tensor]) -> None:
@@ -405,7 +439,7 @@ class DistributedDataParallel(nn.Module):
         check_same_module(self.module, world)
         if self.config.broadcast_parameters:
             share_tensors(world, reducer.new_parameters(parameters), self._names)
-        self._reducer = Reducer(self.module, self.config, world, self.num_signals)
+        self._reducer = Reducer(self.module, self.config, world, self.num_signals, self._slices)
         self._reducer.take_over(reducer)
 
     def close(self) -> None:

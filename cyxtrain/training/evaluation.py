@@ -17,7 +17,6 @@ from typing_extensions import override
 from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.feed import DataInterruptedError
-from cyxtrain.data.slices import Slices
 from cyxtrain.data.sources.passes import check_ends
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
@@ -32,6 +31,7 @@ from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.outside_fit.gathered_outputs import Outputs, check_parts, gathered_rows
 from cyxtrain.training.outside_fit.saved_predictions import Predictions, ShardFolder
 from cyxtrain.world.agreement import ending_group_on_error, on_first, raise_together
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 _PHASES = {"test": "validating", "predict": "predicting"}

@@ -281,7 +281,7 @@ class FitLoop:
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
         step = self._session.begin_epoch()
-        seed_generators(plan.config.seed, position.epoch, position.samples, self._world.rank, self._device)
+        seed_generators(plan.config.seed, position.epoch, position.samples, plan.own_generators, self._device)
         if self._resumption is not None:
             self._resumption.restore_epoch(plan, step.totals, self._logged)
             self._resumption = None

@@ -42,7 +42,7 @@ class Policy(Enum):
 
 POLICIES = {
     Policy.EQUAL: "shuffle seed validation_split validation_stratify batch_size effective_batch_size steps_per_epoch "
-    "drop_last readers",
+    "drop_last readers virtual_ranks",
     Policy.CHECKPOINT: "learning_rate_scaling warmup_steps initial_scale",
     Policy.PROGRAM: "accumulation_steps clip_norm clip_value clip_adaptive sync_batchnorm scheduler_interval "
     "channels_last use_dynamic_scaling dynamic_history_size growth_factor backoff_factor",

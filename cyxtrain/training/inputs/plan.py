@@ -40,6 +40,7 @@ from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 
@@ -77,6 +78,16 @@ class FitPlan:
     attempt: int = 0
     devices: str = ""
     may_log: bool = False
+
+    @property
+    def slices(self) -> Slices:
+        """The slices of each step, of which this rank has some."""
+        return Slices.of(self.world, self.config.virtual_ranks)
+
+    @property
+    def own_generators(self) -> int:
+        """The number that seeds what is drawn outside of slices: a rank's own, or with virtual ranks that of none."""
+        return self.slices.count if self.slices.is_virtual else self.world.rank
 
     @property
     def dtype(self) -> torch.dtype:

@@ -16,6 +16,7 @@ from cyxtrain.training.step.loop_step import LoopStep
 from cyxtrain.training.step.step_with_updates import StepWithUpdates
 from cyxtrain.training.step.training_step import TrainingStep
 from cyxtrain.training.step.updates import Updates, make_updates
+from cyxtrain.world.slices import Slices
 
 
 class Session:
@@ -44,6 +45,10 @@ class Session:
         is_fit: bool = True,
     ) -> None:
         self._logged = logged
+        self._is_virtual = state.config.virtual_ranks is not None
+        if state.config.virtual_ranks is not None:
+            ddp.use_slices(Slices.of(ddp.world, state.config.virtual_ranks))
+            logged.use_slices(ddp.slices)
         if may_defer:
             ddp.use_reports()
         self.updates: Updates | None = make_updates(state, setup, ddp, logged, ends_fit=ends_fit)
@@ -67,7 +72,7 @@ class Session:
 
     def begin_step(self, share: Share) -> None:
         """Begin a step on a share of the rows: numbers that are logged belong to it."""
-        self._logged.begin(share.rows, share.number)
+        self._logged.begin(self._rows_of(share), share.number)
 
     def take_step(self, share: Share, signals: Sequence[float] = ()) -> None:
         """Take a step; `signals` travel with the gradients.
@@ -76,8 +81,12 @@ class Session:
         """
         assert self.step is not None
         self.step(share, signals)
-        self._logged.rows = share.rows
+        self._logged.rows = self._rows_of(share)
         self.step.clock.steps += 1
+
+    def _rows_of(self, share: Share) -> int:
+        """Return the weight of what is logged outside of slices, which with virtual ranks counts once."""
+        return share.global_rows if self._is_virtual else share.rows
 
     def received(self) -> Sequence[float]:
         """Return, for each signal of the latest step, a number above 0 if any rank gave it.

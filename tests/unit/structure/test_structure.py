@@ -72,10 +72,11 @@ INSIDE = {
         "legacy_backend registered_backend",
         "backend",
     ],
-    "data": ["rng sampler slices", "order sharding", "batches", "feed", "sources"],
+    "data": ["rng sampler", "order sharding", "batches", "feed", "sources"],
     "parallel": [
         "layout finite consistency exchange synchronization",
-        "bucket gathering step_report",
+        "partial_sums gathering step_report",
+        "bucket",
         "compression sparse_gradients sync_flags",
         "reducer",
         "wrapper",
