@@ -105,7 +105,7 @@ def _is_profile(value: object) -> bool:
 
 _POSITIVE = (
     *("epochs", "batch_size", "effective_batch_size", "accumulation_steps", "steps_per_epoch", "max_steps"),
-    *("validation_steps", "validation_batch_size", "readers", "virtual_ranks"),
+    *("validation_steps", "validation_batch_size", "readers", "virtual_ranks", "num_threads"),
 )
 _LIMITS = ("a finite number above 0 or None", _are_limits)
 _MINUTES = ("a number of at least 0", lambda value: is_number(value) and 0 <= value < math.inf)
@@ -273,6 +273,16 @@ class DistributedTrainingConfig:
     virtual_ranks: int | None = None
     """Train as on so many ranks, with the same bits on any number of ranks up to it: each rank computes the parts of
     several, one after the other. `batch_size` is per virtual rank. None: as many as there are ranks."""
+    num_threads: int | None = None
+    """PyTorch's threads on each rank during the fit; their number may change the last bits of results. None: as they
+    are; with `virtual_ranks`, 1."""
+
+    @property
+    def threads_of_fit(self) -> int | None:
+        """The number of PyTorch's threads that a fit sets; None: it sets none."""
+        if self.num_threads is None and self.virtual_ranks is not None:
+            return 1
+        return self.num_threads
 
     @property
     def has_own_epochs(self) -> bool:

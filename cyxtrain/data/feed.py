@@ -45,6 +45,7 @@ class Feed(ABC):
     rows_at_once: int  # rows of a micro-batch
     is_over = False  # whether there will never be a step again
     has_rank_states = False  # whether `rank_state` may return one
+    has_own_data = False  # whether this rank has samples that the others have not
 
     @property
     def steps_per_epoch(self) -> int | None:

@@ -224,6 +224,7 @@ class StreamFeed(PassFeed):
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, world: World) -> None:
         super().__init__(config, world, reads_once=source.reads_once)
         self._source = source
+        self.has_own_data = not source.is_shared
         self._check_settings(config)
         self.rows_at_once = source.batch_size or 1
         self._batches_per_step = config.accumulation_steps * self._slices.count

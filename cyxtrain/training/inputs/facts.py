@@ -46,7 +46,7 @@ POLICIES = {
     Policy.CHECKPOINT: "learning_rate_scaling warmup_steps initial_scale",
     Policy.PROGRAM: "accumulation_steps clip_norm clip_value clip_adaptive sync_batchnorm scheduler_interval "
     "channels_last use_dynamic_scaling dynamic_history_size growth_factor backoff_factor",
-    Policy.NUMERICS: "precision amp compile fused_optimizer float32_precision",
+    Policy.NUMERICS: "precision amp compile fused_optimizer float32_precision num_threads",
     Policy.FREE: "epochs max_steps max_time_seconds fast_dev_run on_nonfinite check_replicas_every_n_steps "
     "sharded_data num_processes log_every_n_batches log_every_n_steps validation_freq validation_steps "
     "validation_batch_size validate_every_n_steps validate_every_n_minutes checkpoint_every_n_epochs "

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import torch
+
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
@@ -46,6 +48,7 @@ class Session:
     ) -> None:
         self._logged = logged
         self._is_virtual = state.config.virtual_ranks is not None
+        self._num_threads = state.config.threads_of_fit
         if state.config.virtual_ranks is not None:
             ddp.use_slices(Slices.of(ddp.world, state.config.virtual_ranks))
             logged.use_slices(ddp.slices)
@@ -59,9 +62,14 @@ class Session:
         self.step: TrainingStep | None = None
 
     def __enter__(self) -> Session:
+        self._threads_before = torch.get_num_threads()
+        if self._num_threads is not None:
+            torch.set_num_threads(self._num_threads)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._num_threads is not None:
+            torch.set_num_threads(self._threads_before)
         if self.updates is not None:
             self.updates.close(error)
 
