@@ -1,6 +1,6 @@
 """What virtual ranks cost: the same fits with and without them, and a loop that accumulates as many micro-batches.
 
-    python benchmarks/virtual_ranks.py [--models mlp "large mlp" convnet] [--pairs 20] [--steps 60] [--json results.json]
+    python benchmarks/virtual_ranks.py [--models mlp "large mlp" convnet] [--pairs 20] [--steps 60] [--json FILE]
 
 On as many ranks as virtual ranks (2 and 4) only the order of the sum differs: fits with and without take turns. On one
 rank, eight virtual ranks are compared with a hand-written loop of eight micro-batches of the same size. Ratios are
