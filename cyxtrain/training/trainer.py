@@ -589,7 +589,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         with recomputed(self._recomputed), self._logging():
             own = self._arguments(world)
             plan, facts = plan_fit(arguments, own, sources, first)
-            check_virtual_ranks(plan, own, self.ddp_config)
+            check_virtual_ranks(plan, own, self.ddp_config, first)
         for name, rates in self._state.rates.items():
             facts |= scheduler_facts(check_rates(rates, plan.config, plan.length.scheduled(rates)), name)
         plan.callbacks.set_trainer(self, plan.params(first + plan.length.epochs))

@@ -1,0 +1,113 @@
+"""A trial of two slices of a step, in both orders: with virtual ranks none may depend on those computed before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cyxtrain.checkpoint.format.names import plain_parameters
+from cyxtrain.data.batches.batch import Batch
+from cyxtrain.data.batches.rows import Rows, gather
+from cyxtrain.data.batches.structure import OpaqueBatch, num_rows
+from cyxtrain.data.rng import seed_generators
+from cyxtrain.errors import shortened
+from cyxtrain.optim.precision import threads_used
+from cyxtrain.tensors.fingerprint import fingerprint, fingerprints
+from cyxtrain.training.inputs.checked_data import TrainerArguments
+from cyxtrain.training.inputs.dry_run import described_error, gradients_of
+from cyxtrain.training.inputs.plan import FitPlan
+from cyxtrain.training.model.out_of_memory import memory_explained
+from cyxtrain.training.model.snapshot import BuffersKept, put_into_training, snapshot
+from cyxtrain.training.trained import trained_with
+
+_FAILED = (
+    "virtual_ranks computes the slices of a step one after the other, and that failed on the first samples (a graph or "
+    "a state that a model keeps from call to call is one cause)"
+)
+
+
+def difference_by_order(plan: FitPlan, trainer: TrainerArguments, epoch: int) -> str:
+    """Return which tensor of a slice has other bits if another slice is computed before it, and by how much; or "".
+
+    Each slice begins with random numbers of its own and with the same buffers, as in a step. What is left to differ
+    comes from what forward keeps elsewhere, or from kernels that add in any order. Parameters that forward writes to,
+    such as an embedding's with max_norm, are named too: each rank would change its own. No rank waits for another, and
+    afterwards everything is as it was.
+
+    Cost: the first micro-batch is loaded once more, and there are four forwards and backwards of as many rows; memory
+    on the CPU for four times the gradients, and for what is trained.
+    """
+    rows = plan.feed.first_rows(epoch)
+    if rows is None or num_rows(rows.inputs) < 2:  # batch norm may need two
+        rows = plan.data.source.first(max(plan.feed.rows_at_once, 2))
+    slices = [rows, _other_rows(rows)]
+    found, written = _computed(plan, trainer, epoch, slices, (0, 1))
+    if written:
+        return f"forward or backward writes to {shortened(written)}"
+    in_other_order, _ = _computed(plan, trainer, epoch, slices, (1, 0))
+    for number, tensors in found.items():
+        for name, one in tensors.items():
+            other = in_other_order[number].get(name)
+            if other is not None and fingerprint(one) != fingerprint(other):
+                amount = f"{float((one - other).abs().max()):.3g}"
+                return f"{name} differs by up to {amount} in a slice if another one is computed before it"
+    return ""
+
+
+def _other_rows(rows: Rows) -> Rows:
+    """Return other rows of the same form: in reverse, and the last one in place of the first one."""
+    if isinstance(rows.inputs, OpaqueBatch):  # its samples cannot be told apart
+        return rows
+    count = num_rows(rows.inputs)
+    places = torch.arange(count - 1, -1, -1, device="cpu")
+    places[-1] = count - 1
+    return rows.mapped(lambda tensor: gather(tensor, places))
+
+
+def _computed(
+    plan: FitPlan, trainer: TrainerArguments, epoch: int, slices: Sequence[Rows], order: Sequence[int]
+) -> tuple[dict[int, dict[str, Tensor]], list[str]]:
+    """Return the loss and the gradients of each slice, by name, and which parameters were written to; change nothing.
+
+    `order`: in which slices are computed.
+    """
+    data = plan.data
+    device = data.placement.device
+    trained = trained_with(trainer.model, data.loss)
+    parameters = dict(plain_parameters(trained))
+    owners = [trainer.model, *data.call.owners, *data.loss.functions]
+    found: dict[int, dict[str, Tensor]] = {}
+    with (
+        memory_explained(plan.world),
+        described_error(plan.world, _FAILED),
+        threads_used(plan.config.threads_of_fit),
+        snapshot(owners, device, copies=True),
+        trainer.logged.repeating(),
+        torch.enable_grad(),
+    ):
+        put_into_training(trainer.model, *data.loss.modules)
+        buffers = BuffersKept(trained)
+        before = fingerprints([*parameters.values()])
+        for number in order:
+            buffers.restore()
+            seed_generators(plan.config.seed, epoch, 0, number, device)
+            found[number] = _loss_and_gradients(plan, trainer.model, parameters, slices[number])
+        after = fingerprints([*parameters.values()])
+    return found, [name for name, one, other in zip(parameters, before, after, strict=True) if one != other]
+
+
+def _loss_and_gradients(
+    plan: FitPlan, model: nn.Module, parameters: Mapping[str, nn.Parameter], rows: Rows
+) -> dict[str, Tensor]:
+    """Return the loss of a copy of rows, which a model may change, and its gradients, on the CPU."""
+    data = plan.data
+    batch = Batch(0, *data.placement.place(rows.mapped(Tensor.clone)))
+    value = data.loss(data.call(model, batch), batch).value
+    found = {"the loss": value.detach().cpu()}
+    trained = {name: each for name, each in parameters.items() if each.requires_grad}
+    if value.requires_grad:
+        gradients = gradients_of(value, [*trained.values()]) or []
+        found |= {f"the gradient of {name}": each.cpu() for name, each in zip(trained, gradients, strict=False)}
+    return found
