@@ -263,7 +263,8 @@ def gathering(output: Tensor, target: Tensor) -> Tensor:
 def with_two_optimizers() -> None:
     model = make_model()
     optimizers = {"first": torch.optim.SGD(model[0].parameters()), "last": torch.optim.SGD(model[2].parameters())}
-    cx.DistributedTrainer(model, "cross_entropy", optimizers).fit(*make_rows(ROWS), **SETTINGS, virtual_ranks=4)
+    trainer = cx.DistributedTrainer(model, "cross_entropy", optimizers=optimizers)
+    trainer.fit(*make_rows(ROWS), **SETTINGS, virtual_ranks=4)
 
 
 test_what_needs_no_trial_is_refused_before_it = refuses(
