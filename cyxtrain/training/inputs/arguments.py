@@ -93,6 +93,8 @@ class FitSettings(TypedDict, total=False):
     validation_stratify: bool
     load_best: bool
     readers: int | None
+    virtual_ranks: int | None
+    num_threads: int | None
     group_by_length: Any
     x: Data
 

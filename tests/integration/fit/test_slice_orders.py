@@ -269,7 +269,7 @@ def with_two_optimizers() -> None:
 
 test_what_needs_no_trial_is_refused_before_it = refuses(
     (lambda: fit(make_model(), gathering), "all_gather_with_grad needs all samples of a step at once"),
-    (with_two_optimizers, "2 optimizers may step at different times: use one for all parameters"),
+    (with_two_optimizers, "several optimizers update in turns, which is not divided into slices"),
 )
 
 
