@@ -253,7 +253,7 @@ def _check_training_set(
         first = source.first(feed.rows_at_once)
     data = check_data(source, config.batch_size, config, trainer, trains_on=first)
     check_data_and_step(config, data, feed)
-    if config.virtual_ranks is not None:
+    if (config.virtual_ranks or 1) > 1:
         check_slice_orders(config, data, trainer, first, epoch)
     if data.call.needs_all_rows and feed.micro_batches > 1:
         raise ConfigError(accumulation_excludes(data.call.needs_all_rows))

@@ -27,8 +27,6 @@ _FAILED = (
     "virtual_ranks computes the slices of a step one after the other, and that failed on the first samples (a graph or "
     "a state that a model keeps from call to call is one cause)"
 )
-
-
 _REMEDY = (
     "something is kept from call to call, such as in an attribute that forward changes or in a generator of the model's "
     "own, or a kernel adds in any order. Begin anew in each forward; or keep it in a buffer (register_buffer), which "
@@ -47,7 +45,7 @@ def check_slice_orders(
     and afterwards everything is as it was.
 
     Args:
-        config: Settings with `virtual_ranks`.
+        config: Settings with at least two `virtual_ranks`.
         data: The training data.
         trainer: The arguments of the trainer.
         rows: The first micro-batch.
