@@ -28,9 +28,9 @@ _FAILED = (
     "a state that a model keeps from call to call is one cause)"
 )
 _REMEDY = (
-    "something is kept from call to call, such as in an attribute that forward changes or in a generator of the model's "
-    "own, or a kernel adds in any order. Begin anew in each forward; or keep it in a buffer (register_buffer), which "
-    "each slice of a step finds alike"
+    "something is kept from call to call, such as in an attribute that forward changes or in a generator of the "
+    "model's own, or a kernel adds in any order. Begin anew in each forward; or keep it in a buffer (register_buffer), "
+    "which each slice of a step finds alike"
 )
 
 
