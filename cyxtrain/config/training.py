@@ -272,10 +272,11 @@ class DistributedTrainingConfig:
     sample is read by one rank. None: data have no parts."""
     virtual_ranks: int | None = None
     """Train as on so many ranks, with the same bits on any number of ranks up to it: each rank computes the parts of
-    several, one after the other. `batch_size` is per virtual rank. None: as many as there are ranks."""
+    several, one after the other. `batch_size` is per virtual rank. Refused if a slice of a step depends on those before
+    it, as with state that forward keeps in an attribute. None: as many as there are ranks."""
     num_threads: int | None = None
-    """PyTorch's threads on each rank during the fit; their number may change the last bits of results. None: as they
-    are; with `virtual_ranks`, 1."""
+    """PyTorch's threads on each rank in `fit`, and in `evaluate` and `predict` after it; their number may change the
+    last bits of results. None: as they are; with `virtual_ranks`, 1."""
 
     @property
     def threads_of_fit(self) -> int | None:

@@ -82,6 +82,19 @@ def float32_products(precision: str | None) -> Iterator[None]:
             owner.fp32_precision = value
 
 
+@contextlib.contextmanager
+def threads_used(count: int | None) -> Iterator[None]:
+    """Compute with this many of PyTorch's threads in a `with` block, if given: results differ by them in last bits."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)
+
+
 class LossScale:
     """The factor of the loss before backward, by which gradients are divided after it.
 

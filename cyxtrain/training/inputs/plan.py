@@ -27,6 +27,7 @@ from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments,
 from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.fit_length import FitLength, all_steps, requested_steps, steps_per_epoch
+from cyxtrain.training.inputs.slice_orders import check_slice_orders
 from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit, size_of_validation
 from cyxtrain.training.inputs.virtual_ranks import check_data_and_step
 from cyxtrain.training.model.compile import compiles_by_layer
@@ -252,6 +253,8 @@ def _check_training_set(
         first = source.first(feed.rows_at_once)
     data = check_data(source, config.batch_size, config, trainer, trains_on=first)
     check_data_and_step(config, data, feed)
+    if (config.virtual_ranks or 1) > 1:
+        check_slice_orders(config, data, trainer, first, epoch)
     if data.call.needs_all_rows and feed.micro_batches > 1:
         raise ConfigError(accumulation_excludes(data.call.needs_all_rows))
     return data

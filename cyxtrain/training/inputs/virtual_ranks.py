@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from torch import nn
 
 from cyxtrain.config import DDPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import require
@@ -14,6 +15,7 @@ from cyxtrain.errors import ConfigError, counted, shortened
 from cyxtrain.optim.optimizers import needs_closure
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments
+from cyxtrain.training.model.own_steps import SLICES_EXCLUDE_UPDATES
 
 _TIMED_COMPILE = ("max-autotune", "max-autotune-no-cudagraphs")
 
@@ -33,7 +35,7 @@ def check_settings(config: DistributedTrainingConfig, trainer: TrainerArguments,
         f"virtual_ranks={count}, and there are {counted(ranks, 'rank')}: some would have nothing to compute. Start at "
         f"most {count}, or set virtual_ranks={ranks} or more, which trains with other numbers.",
     )
-    _refuse_first(count, _problems_of_settings(config, trainer, ddp_config))
+    refuse_first(count, _problems_of_settings(config, trainer, ddp_config))
 
 
 def check_data_and_step(config: DistributedTrainingConfig, data: CheckedData, feed: Feed) -> None:
@@ -43,10 +45,11 @@ def check_data_and_step(config: DistributedTrainingConfig, data: CheckedData, fe
         ConfigError: With the cause and a remedy.
     """
     if config.virtual_ranks is not None:
-        _refuse_first(config.virtual_ranks, _problems_of_data(data, feed))
+        refuse_first(config.virtual_ranks, _problems_of_data(data, feed))
 
 
-def _refuse_first(count: int, problems: Iterator[str]) -> None:
+def refuse_first(count: int, problems: Iterator[str]) -> None:
+    """Raise ConfigError for the first of the problems of a fit with so many virtual ranks, if there is one."""
     problem = next(problems, None)
     if problem is not None:
         raise ConfigError(
@@ -63,8 +66,8 @@ def _problems_of_settings(
         yield "sharded_data=True gives each rank its own data: give all ranks the same, or a function of readers"
     if ddp_config.compression is not None:
         yield f"compression={ddp_config.compression!r} rounds what each rank sends: leave it out of the ddp_config"
-    if config.sync_batchnorm:
-        yield "sync_batchnorm=True needs all samples of a step at once: leave it out"
+    if config.sync_batchnorm or any(isinstance(each, nn.SyncBatchNorm) for each in trainer.model.modules()):
+        yield "SyncBatchNorm needs all samples of a step at once: use BatchNorm, without sync_batchnorm=True"
     if config.compile in _TIMED_COMPILE:
         yield f"compile={config.compile!r} chooses kernels by their time: use compile=True"
     if len(trainer.optimizers) > 1:
@@ -82,9 +85,9 @@ def _problems_of_data(data: CheckedData, feed: Feed) -> Iterator[str]:
     """Yield why data, a step or a device exclude virtual ranks, with a remedy."""
     if feed.has_own_data:
         yield "each rank has its own data: give all ranks the same batches, or a function of readers"
-    if data.call.needs_all_rows:
-        yield f"{data.call.needs_all_rows} needs all samples of a step at once: use another loss or layer"
+    if data.loss.gathers:
+        yield "all_gather_with_grad needs all samples of a step at once: use a loss without it"
     if data.call.optimizes:
-        yield "a train_step that calls optimize updates within a slice: return the loss, so that fit updates"
+        yield SLICES_EXCLUDE_UPDATES
     if is_accelerator(data.placement.device) and not torch.are_deterministic_algorithms_enabled():
         yield "kernels of an accelerator may add in any order: call torch.use_deterministic_algorithms(True) first"

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import torch
-
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
+from cyxtrain.optim.precision import threads_used
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.state import TrainingState
@@ -48,7 +47,7 @@ class Session:
     ) -> None:
         self._logged = logged
         self._is_virtual = state.config.virtual_ranks is not None
-        self._num_threads = state.config.threads_of_fit
+        self._threads = threads_used(state.config.threads_of_fit)
         if state.config.virtual_ranks is not None:
             ddp.use_slices(Slices.of(ddp.world, state.config.virtual_ranks))
             logged.use_slices(ddp.slices)
@@ -62,14 +61,11 @@ class Session:
         self.step: TrainingStep | None = None
 
     def __enter__(self) -> Session:
-        self._threads_before = torch.get_num_threads()
-        if self._num_threads is not None:
-            torch.set_num_threads(self._num_threads)
+        self._threads.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._num_threads is not None:
-            torch.set_num_threads(self._threads_before)
+        self._threads.__exit__(None, None, None)
         if self.updates is not None:
             self.updates.close(error)
 
