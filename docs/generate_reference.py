@@ -33,7 +33,7 @@ UNITS = {
     r"epochs$|^validation_freq$": "epochs",
     r"n_batches$|^validation_steps$": "batches",
     r"^accumulation_steps$": "micro-batches",
-    r"n_steps$|^max_steps$|^warmup_steps$|^steps_per_epoch$|^dynamic_history_size$|^fast_dev_run$": "steps",
+    r"n_steps$|^max_steps$|^warmup_steps$|^steps_per_epoch$|^dynamic_history_size$|^fast_dev_run$|^log_hashes$": "steps",
     r"^num_processes$|^world_size$": "processes",
     r"^keep_last$": "checkpoints",
     r"^validation_split$": "fraction",

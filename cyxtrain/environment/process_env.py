@@ -56,6 +56,11 @@ _COMMUNICATION_VARIABLES = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_TIMEOUT"),
 )
 """What decides how ranks meet and communicate, here and in the libraries below."""
+_ARITHMETIC_VARIABLES = (
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"),
+    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+)
+"""What decides how the libraries below compute."""
 
 
 def number(name: str, variables: Variables = ENVIRON) -> int | None:
@@ -178,6 +183,11 @@ def settings_found(variables: Variables = ENVIRON) -> dict[str, str]:
     if SECRET in found:
         found[SECRET] = "set"
     return found
+
+
+def arithmetic_variables(variables: Variables = ENVIRON) -> dict[str, str]:
+    """Return the variables that decide how libraries compute."""
+    return {name: variables[name] for name in _ARITHMETIC_VARIABLES if variables.get(name)}
 
 
 def to_pass_on() -> dict[str, str]:

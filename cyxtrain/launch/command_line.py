@@ -195,6 +195,28 @@ def bench() -> int:
     return bench(DistributedConfig.from_environment())
 
 
+@cyxtrain.command(
+    short_help="Find where two runs differ first.",
+    epilog="""\b
+examples:
+  cyxtrain bisect run-1 run-2
+  cyxtrain bisect run-1/hashes-0c6a6c02.jsonl run-1/hashes-f31d88e7.jsonl
+
+Exit code: 0 if all hashes are equal, 1 if some differ.""",
+)
+@click.argument("first", metavar="A", shell_complete=files_of)
+@click.argument("second", metavar="B", shell_complete=files_of)
+def bisect(first: str, second: str) -> int:
+    """Find the first step and tensor in which two runs differ, and what else differs: versions, processors, settings.
+
+    A and B are folders of checkpoints of fits with log_hashes, or files of hashes in them. With log_hashes=1 the step
+    is exact, with 50 within 50 steps.
+    """
+    from cyxtrain.launch.bisect import bisect
+
+    return bisect(first, second)
+
+
 @cyxtrain.command(short_help="Set up completion in your shell.")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:

@@ -93,6 +93,7 @@ class FitSettings(TypedDict, total=False):
     validation_stratify: bool
     load_best: bool
     readers: int | None
+    log_hashes: int | None
     group_by_length: Any
     x: Data
 
@@ -114,6 +115,7 @@ _FAST_DEV_RUN: dict[str, Any] = {
     "keep_last": 0,
     "keep_best": None,
     "load_best": False,
+    "log_hashes": None,
 }
 """The settings that fast_dev_run overrides."""
 
