@@ -173,6 +173,13 @@ ENVIRONMENT = (
         "How long a progress bar the launcher shows for rank 0 in its terminal; 0: none.",
     ),
     (
+        "CYXTRAIN_REPLAY",
+        "JSON",
+        "set by `cyxtrain replay`",
+        "",
+        "The step to compute again, the checkpoint to begin from, and a folder for its hashes.",
+    ),
+    (
         "OMP_NUM_THREADS",
         "integer",
         "a share of the cores",

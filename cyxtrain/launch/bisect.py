@@ -14,6 +14,7 @@ FILES = "hashes-*.jsonl"
 # As a step computes them.
 _PARTS = ("start", "slices", "average", "end")
 _SHOWN_PLACES = 4
+_VIRTUAL = "the setting virtual_ranks"
 _WORDS = {
     "start": "the parameters when step {step:,} begins",
     "slices": "the gradients of step {step:,}, before they are added up",
@@ -89,12 +90,16 @@ def bisect(first: str, second: str) -> int:
     runs = [read_hashes(first), read_hashes(second)]
     for name, run in zip("AB", runs, strict=True):
         print(f"{name}  {run.describe()}")
-    difference = first_difference(*runs)
-    print(f"\n{explain(difference, *runs)}")
-    facts = [f"  {fact}" for fact in other_differences(*runs)]
+    return report(first_difference(*runs), *runs)
+
+
+def report(difference: Difference | None, first: HashFile, second: HashFile) -> int:
+    """Print the first difference of two runs, and what else differs; return the exit code: 1 if they differ."""
+    print(f"\n{explain(difference, first, second)}")
+    facts = other_differences(first, second)
     if facts:
-        print("\nWhat else differs (A / B):", *facts, sep="\n")
-    return 0 if difference is None else 1
+        print("\nWhat else differs (A / B):", *(f"  {fact}" for fact in facts), sep="\n", flush=True)
+    return int(difference is not None)
 
 
 def read_hashes(path: str) -> HashFile:
@@ -155,15 +160,14 @@ def differing_tensors(first: Step, second: Step, part: str) -> dict[int, list[st
     """Return the tensors that differ in a part of a step, by the number of the slice or rank."""
     a = first.rows(part)
     b = second.rows(part)
-    numbers = sorted(a.keys() & b.keys())
     if part != "slices":
         # Ranks have the same: one that the other run does not have is compared with rank 0.
-        numbers = sorted(a.keys() | b.keys())
+        a = {number: a.get(number, a[0]) for number in a | b}
+        b = {number: b.get(number, b[0]) for number in a}
     found = {}
-    for number in numbers:
-        row = a.get(number, a[0])
-        other = b.get(number, b[0])
-        names = [name for name in row if name in other and row[name] != other[name]]
+    for number in sorted(a.keys() & b.keys()):
+        other = b[number]
+        names = [name for name, value in a[number].items() if value != other.get(name, value)]
         if names:
             found[number] = names
     return found
@@ -182,7 +186,10 @@ def explain(difference: Difference | None, first: HashFile, second: HashFile) ->
     left_out = len(lines) - 1 - _SHOWN_PLACES
     if left_out > 0:
         lines[_SHOWN_PLACES + 1 :] = [f"  and {counted(left_out, kind)} more"]
-    return "\n".join([*lines, _interval(difference)])
+    lines.append(_interval(difference))
+    if len(first.about["ranks"]) != len(second.about["ranks"]) and first.about["facts"].get(_VIRTUAL) is None:
+        lines.append("Without virtual_ranks, the bits depend on the number of ranks.")
+    return "\n".join(lines)
 
 
 def _interval(difference: Difference) -> str:
@@ -194,7 +201,10 @@ def _interval(difference: Difference) -> str:
         return "It is the first step that both have logged: the difference arises before it."
     if last == difference.step - 1:
         return f"All is equal after step {last:,}: the difference arises between the two steps, as in a callback."
-    return f"All is equal after step {last:,}: the difference arises in steps {last + 1:,} to {difference.step - 1:,}."
+    steps = f"step {last + 1:,}"
+    if last + 2 < difference.step:
+        steps = f"steps {last + 1:,} to {difference.step - 1:,}"
+    return f"All is equal after step {last:,}: the difference arises in {steps}."
 
 
 def other_differences(first: HashFile, second: HashFile) -> list[str]:

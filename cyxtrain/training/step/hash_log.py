@@ -19,7 +19,7 @@ from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import accelerator, process_env
 from cyxtrain.environment.cpu import processor_name
 from cyxtrain.environment.regular_files import local_path, regular_opener
-from cyxtrain.errors import CheckpointError, reason_of, warn
+from cyxtrain.errors import CheckpointError, on_all_ranks, reason_of, warn
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.wrapper import ALL_SLICES
 from cyxtrain.tensors.fingerprint import fingerprints
@@ -46,13 +46,19 @@ class HashLog:
 
     Cost of a step with a line: parameters and buffers are read twice, gradients once and their average once; two
     all_gathers, of 15 bytes per hash. Other steps cost nothing.
+
+    Args:
+        ends_program: Whether the program ends after the first such step, as `cyxtrain replay` asks for.
     """
 
-    def __init__(self, every: int, path: Path, state: TrainingState, ddp: DistributedDataParallel) -> None:
+    def __init__(
+        self, every: int, path: Path, state: TrainingState, ddp: DistributedDataParallel, *, ends_program: bool
+    ) -> None:
         self._every = every
         self._path = path
         self._state = state
         self._ddp = ddp
+        self._ends_program = ends_program
         self._file: TextIO | None = None  # on rank 0
         self._about: dict[str, Any] = {}
         self._names: list[str] = []
@@ -62,7 +68,9 @@ class HashLog:
         """Open the file on rank 0. All ranks call it; raises CheckpointError on all if it cannot be written."""
         world = self._ddp.world
         ranks = world.gather_json(_facts_of_rank())
-        self._about = {"format": FORMAT, "run": self._state.run["id"], "ranks": ranks, "facts": self._facts()}
+        run = self._state.run
+        own = {"run": run["id"], "origin": run.get("origin", run["id"]), "fits": self._state.position.fits}
+        self._about = {"format": FORMAT, **own, "ranks": ranks, "facts": self._facts()}
         on_first(world, self._open)
 
     def _open(self) -> None:
@@ -116,6 +124,10 @@ class HashLog:
         average = by_slice.pop(ALL_SLICES, [])
         own = {"start": start, "slices": by_slice, "average": average, "end": self._hashes_of_state()}
         self._write_step(step, self._ddp.world.gather_json(own))
+        if self._ends_program:
+            # No rank ends before rank 0 has written the line.
+            self._ddp.world.gather("")
+            raise on_all_ranks(SystemExit(0))
 
     def _add_gradient(self, number: int, name: str, gradient: Tensor) -> None:
         self._gradients[number][name] = _hashes([gradient])[0]
@@ -155,7 +167,8 @@ def make_hash_log(
     """Return where a fit logs hashes; None: `log_hashes` is not set."""
     if config.log_hashes is None:
         return None
-    return HashLog(config.log_hashes, hashes_file(config, state.run), state, ddp)
+    path = hashes_file(config, state.run)
+    return HashLog(config.log_hashes, path, state, ddp, ends_program=process_env.replay() is not None)
 
 
 def _opened(path: Path) -> TextIO:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +16,9 @@ from fitting import everywhere, fingerprint, keep_only, make_rows, seeded
 from torch import Tensor, nn
 
 import cyxtrain as cx
+from cyxtrain.environment import process_env
 from cyxtrain.launch.bisect import Difference, bisect, first_difference, other_differences, read_hashes
+from cyxtrain.launch.replay import replay
 from cyxtrain.world.slices import owned_by
 
 pytestmark = pytest.mark.usefixtures("rank_server")
@@ -76,9 +81,14 @@ def train(folder: str, flip: Flip | None, ranks: int, more: dict[str, Any]) -> s
     """Returns a hash of the weights after a fit that logs hashes to a folder."""
     with seeded():
         model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
-    callbacks = [] if flip is None else [Flipping(model, flip, ranks)]
+    callbacks: list[cx.callbacks.Callback] = []
+    if flip is not None:
+        callbacks.append(Flipping(model, flip, ranks))
+    if "csv" in more:
+        callbacks.append(cx.callbacks.CSVLogger(more["csv"]))
     trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-2))
-    settings = {"virtual_ranks": V, "batch_size": 2, "epochs": 2, "verbose": False, "log_hashes": 1, **more}
+    settings: dict[str, Any] = {"virtual_ranks": V, "batch_size": 2, "epochs": 2, "verbose": False, "log_hashes": 1}
+    settings |= {name: value for name, value in more.items() if name != "csv"}
     trainer.fit(*make_rows(V * 2 * STEPS // 2 - 5), checkpoint_dir=folder, callbacks=callbacks, **settings)
     return fingerprint(model)
 
@@ -194,6 +204,66 @@ def test_without_virtual_ranks_a_slice_is_a_rank_and_one_rank_has_averages(tmp_p
     assert first.steps[2].hashes["slices"] == {}
     assert [*second.steps[2].hashes["slices"]] == ["0", "1"]
     assert first.steps[2].hashes["average"][0] != second.steps[2].hashes["average"][0]
+
+
+def again(variable: str, flip: Flip | None, ranks: int, more: dict[str, Any]) -> object:
+    """Trains as `cyxtrain replay` lets a program; returns the code with which it ends, or the fit's result."""
+    with mock.patch.dict(os.environ, {process_env.REPLAY: variable}):
+        try:
+            return train("not used", flip, ranks, more)
+        except SystemExit as end:
+            return end.code
+
+
+def replayed(monkeypatch: Any, run: str, step: int, ranks: int, flip: Flip | None = None, **more: Any) -> int:
+    """Calls `replay` with a fit on some ranks in place of a program."""
+
+    def call(command: list[str], env: dict[str, str]) -> int:
+        assert command == ["python", "train.py"]
+        codes = everywhere(ranks, again, env[process_env.REPLAY], flip, ranks, more)
+        assert codes == [0] * ranks
+        return 0
+
+    monkeypatch.setattr(subprocess, "call", call)
+    return replay(run, step, ["python", "train.py"], {})
+
+
+@pytest.mark.parametrize(("ranks", "begins"), [(1, 4), pytest.param(2, 4, marks=pytest.mark.nightly), (3, None)])
+def test_a_step_is_computed_again_on_another_number_of_ranks(tmp_path, monkeypatch, capsys, ranks, begins):
+    often = {"checkpoint_every_n_steps": 2} if begins else {}
+    run = logged(tmp_path / "run", 2, **often)
+    files = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert replayed(monkeypatch, run, 5, ranks, checkpoint_every_n_steps=2, csv=str(tmp_path / "log.csv")) == 0
+    out = capsys.readouterr().out
+    origin = f"{tmp_path / 'run' / 'step-00000004.ckpt'}" if begins else "scratch"
+    assert f"B  the same, computed again from {origin}\n" in out
+    assert "equal: all hashes of 1 step, of 4 tensors\n" in out
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == files
+    assert not (tmp_path / "log.csv").exists()
+
+
+def test_replay_tells_which_run_has_departed(tmp_path, monkeypatch, capsys):
+    flip = Flip("gradient", 5, 1, 6, 2, 20)
+    clean = logged(tmp_path / "clean", 2, checkpoint_every_n_steps=4, log_hashes=3)
+    departed = logged(tmp_path / "departed", 2, flip, checkpoint_every_n_steps=4, log_hashes=3)
+    assert bisect(clean, departed) == 1
+    assert replayed(monkeypatch, clean, 6, 1) == 0
+    capsys.readouterr()
+    assert replayed(monkeypatch, departed, 6, 1) == 1
+    out = capsys.readouterr().out
+    assert "different: the parameters when step 6 begins\n  rank 0: 3.weight\n  rank 1: 3.weight\n" in out
+    assert "All is equal after step 4: the difference arises in step 5." in out
+
+
+def test_replay_refuses_steps_that_were_not_logged_and_names_a_program_that_ends_before(tmp_path, monkeypatch, capsys):
+    run = logged(tmp_path / "run", 1, log_hashes=2)
+    with pytest.raises(cx.ConfigError, match=r"has no hashes of step 3\. Choose a step .* such as 2 or 4\."):
+        replay(run, 3, ["python", "train.py"], {})
+    with pytest.raises(cx.ConfigError, match="cannot start 'no-such-program': No such file"):
+        replay(run, 2, ["no-such-program"], {})
+    monkeypatch.setattr(subprocess, "call", lambda command, env: 3)
+    assert replay(run, 2, ["python", "train.py"], {}) == 2
+    assert "The program ended with exit code 3, before the end of step 2" in capsys.readouterr().out
 
 
 def weights(folder: str, every: int | None) -> str:
