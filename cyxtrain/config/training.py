@@ -372,8 +372,8 @@ class DistributedTrainingConfig:
         )
         require(
             self.log_hashes is None or not url_of(self.checkpoint_dir),
-            f"{owner}: log_hashes={self.log_hashes} and checkpoint_dir={str(self.checkpoint_dir)!r} are set. Hashes are "
-            "appended to a file, which a store does not allow: give a folder, or leave log_hashes out.",
+            f"{owner}: log_hashes={self.log_hashes} and checkpoint_dir={str(self.checkpoint_dir)!r} are set. Hashes "
+            "are appended to a file, which a store does not allow: give a folder, or leave log_hashes out.",
         )
         require(
             self.keep_best is not None or not self.load_best,

@@ -32,7 +32,6 @@ from cyxtrain.world import runtime
 from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
-
 ALL_SLICES = -1
 """In place of the number of a slice: the average over all of them."""
 

@@ -50,7 +50,7 @@ class Flipping(cx.callbacks.Callback):
 
     def __init__(self, model: nn.Module, flip: Flip, ranks: int) -> None:
         super().__init__()
-        self.model, self.flip = model, flip
+        self.flip = flip
         self.parameter = [*model.parameters()][flip.tensor]
         self.first = owned_by(flip.rank, ranks, V).start
         self.slices = 0
