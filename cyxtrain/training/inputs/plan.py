@@ -29,6 +29,7 @@ from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.fit_length import FitLength, all_steps, requested_steps, steps_per_epoch
 from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit, size_of_validation
+from cyxtrain.training.inputs.virtual_ranks import check_data_and_step
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
@@ -258,6 +259,7 @@ def _check_training_set(
     if first is None:
         first = source.first(feed.rows_at_once)
     data = check_data(source, config.batch_size, config, trainer, trains_on=first)
+    check_data_and_step(config, data, feed)
     if data.call.needs_all_rows and feed.micro_batches > 1:
         raise ConfigError(accumulation_excludes(data.call.needs_all_rows))
     return data
