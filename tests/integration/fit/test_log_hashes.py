@@ -6,6 +6,7 @@ import json
 import os
 import random
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,6 +15,7 @@ import pytest
 import torch
 from fitting import everywhere, fingerprint, keep_only, make_rows, seeded
 from torch import Tensor, nn
+from worlds import child_environment
 
 import cyxtrain as cx
 from cyxtrain.environment import process_env
@@ -55,8 +57,8 @@ class Flipping(cx.callbacks.Callback):
         self.first = owned_by(flip.rank, ranks, V).start
         self.slices = 0
         self.is_now = False
-        model.register_forward_pre_hook(self.on_samples)
-        self.parameter.register_hook(self.on_gradient)
+        model.register_forward_pre_hook(self.flip_samples)
+        self.parameter.register_hook(self.flip_gradient)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         self.slices = 0
@@ -67,11 +69,11 @@ class Flipping(cx.callbacks.Callback):
     def is_in_slice(self, kind: str) -> bool:
         return self.flip.kind == kind and self.first + self.slices == self.flip.slice and self.is_now
 
-    def on_samples(self, module: nn.Module, inputs: Any) -> Any:
+    def flip_samples(self, module: nn.Module, inputs: Any) -> Any:
         (samples,) = inputs
         return (flipped(samples, self.flip.bit),) if self.is_in_slice("sample") else None
 
-    def on_gradient(self, gradient: Tensor) -> Tensor | None:
+    def flip_gradient(self, gradient: Tensor) -> Tensor | None:
         found = flipped(gradient, self.flip.bit) if self.is_in_slice("gradient") else None
         self.slices += 1
         return found
@@ -88,6 +90,7 @@ def train(folder: str, flip: Flip | None, ranks: int, more: dict[str, Any]) -> s
         callbacks.append(cx.callbacks.CSVLogger(more["csv"]))
     trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-2))
     settings: dict[str, Any] = {"virtual_ranks": V, "batch_size": 2, "epochs": 2, "verbose": False, "log_hashes": 1}
+    settings["check_replicas_every_n_steps"] = 0  # it would end a fit with a flipped weight
     settings |= {name: value for name, value in more.items() if name != "csv"}
     trainer.fit(*make_rows(V * 2 * STEPS // 2 - 5), checkpoint_dir=folder, callbacks=callbacks, **settings)
     return fingerprint(model)
@@ -159,6 +162,7 @@ def test_runs_on_1_and_3_ranks_are_equal_and_what_else_differs_is_shown(tmp_path
     assert "  the number of ranks: 1 / 3\n" in out
     lines = [json.loads(line) for line in next((tmp_path / "three").glob("hashes-*")).read_text().splitlines()]
     assert lines[0]["tensors"] == TENSORS
+    assert lines[0]["ranks"][2]["the processor"]
     assert [*lines[1]["slices"]] == [*map(str, range(V))]
 
 
@@ -264,6 +268,43 @@ def test_replay_refuses_steps_that_were_not_logged_and_names_a_program_that_ends
     monkeypatch.setattr(subprocess, "call", lambda command, env: 3)
     assert replay(run, 2, ["python", "train.py"], {}) == 2
     assert "The program ended with exit code 3, before the end of step 2" in capsys.readouterr().out
+
+
+PROGRAM = """
+import sys
+
+import torch
+
+import cyxtrain as cx
+
+torch.manual_seed(0)
+inputs, targets = torch.randn(40, 4), torch.arange(40) % 3
+model = torch.nn.Sequential(torch.nn.Linear(4, 16), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3))
+trainer = cx.DistributedTrainer(model, "cross_entropy", "adam")
+settings = {"virtual_ranks": 4, "batch_size": 4, "num_processes": int(sys.argv[1]), "verbose": False}
+trainer.fit(inputs, targets, epochs=3, checkpoint_every_n_steps=4, checkpoint_dir="run", log_hashes=1, **settings)
+print("the fit is complete")
+"""
+
+
+@pytest.mark.nightly
+def test_replay_of_a_program_on_processes_of_its_own(tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+
+    def run(*words: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=60, check=False
+        )
+
+    done = run("train.py", "2")
+    assert done.stdout == "the fit is complete\n", done.stderr
+    for command in (["train.py", "1"], ["train.py", "2"], ["cyxtrain", "launch", "-n", "3", "--", "train.py", "1"]):
+        done = run("-m", "cyxtrain", "replay", "run", "--step", "7", "--", *command)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step-00000004.ckpt" in done.stdout
+        assert "equal: all hashes of 1 step, of 4 tensors" in done.stdout
+        assert "the fit is complete" not in done.stdout
 
 
 def weights(folder: str, every: int | None) -> str:
