@@ -68,13 +68,7 @@ class Reducer:
         dense, sparse = split_sparse(parameters, model)
         self._sparse = SparseGradients(sparse)
         layout = _layout(dense, sparse, config, num_signals)
-        slices = slices or Slices.of(world)
-        shared_buffers = _gradient_buffers(layout, config, world, slices)
-        as_view = config.gradient_as_bucket_view
-        self._buckets = [
-            Bucket(spec, dense, index, spec is layout[-1], slices, shared_buffer, as_view=as_view)
-            for index, (spec, shared_buffer) in enumerate(zip(layout, shared_buffers, strict=True))
-        ]
+        self._buckets = _make_buckets(layout, dense, config, world, slices or Slices.of(world))
         self.low_rank = install_compression(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
         self._world = world
@@ -412,6 +406,22 @@ def _layout(
     if layout or not sparse:
         return layout
     return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, num_signals)]
+
+
+def _make_buckets(
+    layout: Sequence[BucketSpec],
+    dense: Sequence[tuple[str, nn.Parameter]],
+    config: DDPConfig,
+    world: World,
+    slices: Slices,
+) -> list[Bucket]:
+    """Return the buckets of a layout. All ranks call it."""
+    as_view = config.gradient_as_bucket_view
+    shared_buffers = _gradient_buffers(layout, config, world, slices)
+    return [
+        Bucket(spec, dense, index, spec is layout[-1], slices, shared_buffer, as_view=as_view)
+        for index, (spec, shared_buffer) in enumerate(zip(layout, shared_buffers, strict=True))
+    ]
 
 
 def _gradient_buffers(

@@ -84,7 +84,7 @@ def make_gradient_buffers(
     persistent = group.persistent
     selector = persistent.selector
     buffers: list[SharedGradientBuffer | None] = [None] * len(kinds)
-    num_rows = (1,) * selector.world_size if row_sum is None else row_sum.num_rows
+    num_rows = _num_rows(selector.world_size, row_sum)
     sizes = [count * max(num_rows) * dtype.itemsize for count, dtype in kinds]
     if not any(sizes) or not persistent.can_share_memory or not selector.shares_memory:
         return buffers
@@ -98,13 +98,21 @@ def make_gradient_buffers(
         array = added_by_numpy(Reduction.AVG, dtype)
         if array is None or count == 0 or not dtype.is_floating_point:
             continue
-        by_rank = [
-            [memory[number * count : (number + 1) * count] for number in range(num_own)]
-            for memory, num_own in zip(segment.rows(place, array, count * max(num_rows)), num_rows, strict=True)
-        ]
-        rows = [row for of_rank in by_rank for row in of_rank]
+        memory = segment.rows(place, array, count * max(num_rows))
+        rows = [row for own, num_own in zip(memory, num_rows, strict=True) for row in _cut(own, count, num_own)]
         words = segment.counters(place)
         barrier = SharedMemoryBarrier(operation, selector, words)
         reduction = SharedMemoryReduce(barrier, selector, rows, words, checks=True, row_sum=row_sum)
-        buffers[place] = SharedGradientBuffer(group, reduction, by_rank[selector.rank])
+        own_rows = _cut(memory[selector.rank], count, num_rows[selector.rank])
+        buffers[place] = SharedGradientBuffer(group, reduction, own_rows)
     return buffers
+
+
+def _num_rows(world_size: int, row_sum: RowSum | None) -> Sequence[int]:
+    """Return how many rows each rank has, by rank."""
+    return [1] * world_size if row_sum is None else row_sum.num_rows
+
+
+def _cut(memory: Any, count: int, num_rows: int) -> list[Any]:
+    """Return the rows of a rank's memory, each of `count` elements."""
+    return [memory[number * count : (number + 1) * count] for number in range(num_rows)]

@@ -49,21 +49,28 @@ class SliceBuffers:
         """Take what a slice of so many rows has changed, and put back what it began with."""
         if not self._buffers:
             return
-        buffers = [torch_compat.own_buffers(owner).get(name) for owner, name, _ in self._owners]
-        found = [before if now is None else now for now, before in zip(buffers, self._before, strict=True)]
-        changed = [not _is_same(now, before) for now, before in zip(found, self._before, strict=True)]
-        parts = [torch.tensor([float(each) for each in changed], dtype=torch.float64, device="cpu")]
-        for place, (now, before) in enumerate(zip(found, self._before, strict=True)):
+        changes = torch.zeros(len(self._buffers), dtype=torch.float64, device="cpu")
+        means: list[Tensor] = []
+        for place, (now, before) in enumerate(zip(self._now(), self._before, strict=True)):
+            is_changed = not _is_same(now, before)
+            changes[place] = is_changed
             if self._is_mean(place):
-                same_form = now.shape == before.shape
-                parts.append(_weighted(now if same_form else before, rows))
-            elif changed[place]:
+                means.append(_weighted(now if now.shape == before.shape else before, rows).cpu())
+            elif is_changed:
                 self._keep(place, number, now)
-        self._sums[number] = torch.cat([part.cpu() for part in parts])
+        self._sums[number] = torch.cat([changes, *means])
         for into, source in additions_after(number, self._slices):
             self._sums[into] += self._sums.pop(source)
+        self._put_back()
+
+    def _now(self) -> list[Tensor]:
+        """Return the buffers as a forward has left them, which may have replaced or removed some."""
+        found = [torch_compat.own_buffers(owner).get(name) for owner, name, _ in self._owners]
+        return [before if now is None else now for now, before in zip(found, self._before, strict=True)]
+
+    def _put_back(self) -> None:
         for (owner, name, buffer), before in zip(self._owners, self._before, strict=True):
-            setattr(owner, name, buffer)  # a forward may have replaced it
+            setattr(owner, name, buffer)
             if not _is_same(buffer, before):
                 write(buffer, before)
 

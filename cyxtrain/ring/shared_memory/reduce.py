@@ -48,9 +48,15 @@ class SharedMemoryReduce:
         rank = selector.rank
         world_size = selector.world_size
         self.barrier = barrier
-        self._firsts: Sequence[int] = range(world_size)  # the row of each rank that receives the result
-        if row_sum is not None:
-            self._firsts = [sum(row_sum.num_rows[:each]) for each in range(world_size)]
+        count = count or rows[0].size
+        # Recursive doubling adds with PyTorch, and a ring with NumPy: they keep different ones of two NaNs.
+        self._uses_torch = row_sum is None and is_latency_bound(world_size, count, rows[0].itemsize)
+        if row_sum is None:
+            order = summation_order(world_size, count, rows[0].itemsize, rank)
+            row_sum = RowSum((1,) * world_size, order, world_size)
+        # the row of each rank that receives the result
+        self._firsts = [sum(row_sum.num_rows[:each]) for each in range(world_size)]
+        self._order = row_sum.additions
         self.own = rows[self._firsts[rank]]
         self._rank = rank
         self._rows = rows
@@ -58,17 +64,9 @@ class SharedMemoryReduce:
         self._weights = [each.cast("B").cast("d") for each in words]  # the same memory, as float64
         self._checks = checks
         self._averages = barrier.operation.reduction is Reduction.AVG
-        self._divide, self._divisor = _division(self.own.dtype, world_size if row_sum is None else row_sum.divisor)
+        self._divide, self._divisor = _division(self.own.dtype, row_sum.divisor)
         spans = spans or chunks(self.own.size, world_size)
         self._span = spans[rank]
-        count = count or self.own.size
-        if row_sum is None:
-            self._order = summation_order(world_size, count, self.own.itemsize, rank)
-            # Recursive doubling adds with PyTorch, and a ring with NumPy: they keep different ones of two NaNs.
-            self._uses_torch = is_latency_bound(world_size, count, self.own.itemsize)
-        else:
-            self._order = row_sum.additions
-            self._uses_torch = False
         self._add: Callable[..., object] = torch.add if self._uses_torch else np.add
         self._cut_at(0)
         self.weight: MeanWeight | None = None
@@ -144,13 +142,13 @@ class SharedMemoryReduce:
                     copy[...] = total
 
 
-def _division(dtype: Any, world_size: int) -> tuple[np.ufunc, Any]:
-    """Return the function and the operand that divide elements by the number of ranks."""
-    is_power_of_two = world_size & (world_size - 1) == 0
+def _division(dtype: Any, divisor: int) -> tuple[np.ufunc, Any]:
+    """Return the function and the operand that divide elements by a whole number."""
+    is_power_of_two = divisor & (divisor - 1) == 0
     # Multiplication is twice as fast, and rounds like division by a power of two.
     if is_power_of_two:
-        return np.multiply, dtype.type(1 / world_size)
-    return np.true_divide, dtype.type(world_size)
+        return np.multiply, dtype.type(1 / divisor)
+    return np.true_divide, dtype.type(divisor)
 
 
 def _cut(rows: Sequence[Any], span: Span) -> list[list[Any]]:

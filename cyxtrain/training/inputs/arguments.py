@@ -94,6 +94,8 @@ class FitSettings(TypedDict, total=False):
     validation_stratify: bool
     load_best: bool
     readers: int | None
+    virtual_ranks: int | None
+    num_threads: int | None
     log_hashes: int | None
     group_by_length: Any
     x: Data
