@@ -101,7 +101,7 @@ class HashLog:
             "the number of ranks": self._ddp.world.size,
             "the training data (hash)": run.get("data"),
             "the validation data (hash)": run.get("validation"),
-            "data, shapes and options of the optimizer (hash)": run.get("program"),
+            "data, shapes and optimizer options (hash)": run.get("program"),
             **settings,
         }
 
@@ -192,7 +192,7 @@ def _number(item: tuple[str, Any]) -> int:
 def _facts_of_rank() -> dict[str, str]:
     """Return what a rank computes with, by its name in messages."""
     device = accelerator.in_use()
-    found = {"the processor": processor_name(), "the kernels of PyTorch on it": consensus.own_arithmetic()}
+    found = {"the processor": processor_name(), "the CPU kernels of PyTorch": consensus.own_arithmetic()}
     if device is not None:
         found["the accelerator"] = accelerator.name_of(device)
     deterministic = torch.are_deterministic_algorithms_enabled()
