@@ -166,7 +166,7 @@ class Bucket:
         """Add the running slice, which is complete, to the sums; `absent`: it has no samples."""
         row = self._sums.latest
         flags = self._own_flags if self._sums.adds else row.flags
-        flags.write(self._ready, sent, absent=absent)
+        flags.write(None if self.complete else self._ready, sent, absent=absent)
         if self._sums.adds:
             row.flags.numbers.add_(flags.numbers)
         self._sums.end_slice()

@@ -40,12 +40,15 @@ class BucketFlags:
             self._signals = numbers[first_signal : first_signal + spec.num_signals]
             self._loss = numbers[-1]
 
-    def write(self, ready: Sequence[bool], sent: Synchronization, *, absent: bool) -> None:
-        """Write those of a slice; the unused parameters of one that is `absent` (no samples) do not count."""
+    def write(self, ready: Sequence[bool] | None, sent: Synchronization, *, absent: bool) -> None:
+        """Write those of a slice, which has the gradients that are `ready`; None: all.
+
+        The unused parameters of a slice that is `absent` (no samples) do not count.
+        """
         self.numbers.zero_()
         if absent:
             self.numbers[self._count] = 1
-        elif not all(ready):
+        elif ready is not None:
             unused = [0.0 if each else 1.0 for each in ready]
             self.numbers[: self._count] = torch.tensor(unused, device=self.numbers.device)
         if self._signals is not None and any(sent.signals):

@@ -416,7 +416,7 @@ class DistributedDataParallel(nn.Module):
         Floating-point ones become the mean over ranks, weighted by samples of training forwards since the last time;
         others take rank 0's values. Identical ones are not modified.
         """
-        if self._reducer is not None:
+        if self._reducer is not None and self.world.size > 1:
             self._share_buffers(tensors_of(self.module)[1])
 
     def _share_buffers(self, buffers: Sequence[Tensor], *, before_step: bool = False) -> None:
@@ -459,7 +459,7 @@ class DistributedDataParallel(nn.Module):
             return
         world = self.world
         check_same_module(self.module, world)
-        if self.config.broadcast_parameters:
+        if self.config.broadcast_parameters and world.size > 1:
             share_tensors(world, reducer.new_parameters(parameters), self._names)
         self._reducer = Reducer(self.module, self.config, world, self.num_signals, self._slices)
         self._reducer.take_over(reducer)

@@ -50,7 +50,7 @@ class SliceScope:
         position = self._state.position
         with generators_kept(self._device):
             seed = self._state.config.seed
-            seed_generators(seed, position.epoch, position.samples, part.number, self._device)
+            seed_generators(seed, position.epoch, position.step, part.number, self._device)
             self._logged.enter_slice(part.number)
             try:
                 yield

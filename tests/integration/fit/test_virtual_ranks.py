@@ -149,6 +149,9 @@ def bits(name: str, **more: Any) -> str:
     """Returns a hash of weights, buffers, optimizer, history and generator of a fit."""
     torch.manual_seed(5)
     trainer, history = train(name, **more)
+    if name == "mlp":
+        for _ in range(2):
+            trainer.train_on_batch(*rows(37))
     numbers = {each: value for each, value in history.history.items() if not any(word in each for word in TIMES)}
     state = trainer.optimizer.state_dict()["state"]
     found = [fingerprint(trainer.model), json.dumps(numbers, sort_keys=True)]
