@@ -76,7 +76,10 @@ def run(shard: str, commit: str, out: Path, limit_seconds: float) -> Result:
     """Runs the nightly tests of one shard; pytest's output and its report are files of `out`."""
     report = out / f"{shard}.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "nightly", f"--junitxml={report}", *arguments_of(shard)]
+    # A limit ends tests that hang; by night several with many processes share the cores. With -v the log names the test
+    # that ends a worker.
+    options = ["-v", "-m", "nightly", "--timeout=300", f"--junitxml={report}"]
+    command = [sys.executable, "-m", "pytest", *options, *arguments_of(shard)]
     began = time.monotonic()
     date = datetime.date.today().isoformat()
     # Several tests run at once, each with processes of its own, which would share the cores with all their threads.

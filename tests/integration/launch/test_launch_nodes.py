@@ -304,4 +304,4 @@ def test_a_machine_that_comes_later_takes_part_and_the_fit_goes_on(tmp_path):
     text = "".join(said)
     assert "world      1 rank, started by torchrun" in text
     assert "world      2 ranks, started by torchrun" in text
-    assert re.search(r"resume +from checkpoints/step-\d+.ckpt: .* made by 1 rank, samples keep their order", text)
+    assert re.search(r"resume +from checkpoints/\S+.ckpt: .* made by 1 rank, samples keep their order", text)
