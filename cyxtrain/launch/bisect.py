@@ -212,7 +212,7 @@ def other_differences(first: HashFile, second: HashFile) -> list[str]:
     a = _facts(first.about)
     b = _facts(second.about)
     names = [name for name in (a | b) if a.get(name) != b.get(name)]
-    return [f"{name}: {brief(a.get(name, 'none'))} / {brief(b.get(name, 'none'))}" for name in names]
+    return [f"{name}: {brief(a.get(name, '-'))} / {brief(b.get(name, '-'))}" for name in names]
 
 
 def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
@@ -220,5 +220,5 @@ def _facts(about: Mapping[str, Any]) -> dict[str, Any]:
     facts: dict[str, Any] = dict(about["facts"])
     ranks: Sequence[Mapping[str, str]] = about["ranks"]
     for name in {name: None for rank in ranks for name in rank}:
-        facts[name] = ", ".join(dict.fromkeys(rank.get(name, "none") for rank in ranks))
+        facts[name] = ", ".join(dict.fromkeys(rank.get(name, "-") for rank in ranks))
     return facts
