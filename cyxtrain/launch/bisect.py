@@ -160,6 +160,7 @@ def differing_tensors(first: Step, second: Step, part: str) -> dict[int, list[st
     """Return the tensors that differ in a part of a step, by the number of the slice or rank."""
     a = first.rows(part)
     b = second.rows(part)
+    of_both = a.keys() & b.keys()
     if part != "slices":
         # Ranks have the same: one that the other run does not have is compared with rank 0.
         a = {number: a.get(number, a[0]) for number in a | b}
@@ -168,6 +169,8 @@ def differing_tensors(first: Step, second: Step, part: str) -> dict[int, list[st
     for number in sorted(a.keys() & b.keys()):
         other = b[number]
         names = [name for name, value in a[number].items() if value != other.get(name, value)]
+        if number not in of_both:
+            names = [name for name in names if name not in found.get(0, ())]
         if names:
             found[number] = names
     return found
