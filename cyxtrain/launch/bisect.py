@@ -165,7 +165,7 @@ def differing_tensors(first: Step, second: Step, part: str) -> dict[int, list[st
         # Ranks have the same: one that the other run does not have is compared with rank 0.
         a = {number: a.get(number, a[0]) for number in a | b}
         b = {number: b.get(number, b[0]) for number in a}
-    found = {}
+    found: dict[int, list[str]] = {}
     for number in sorted(a.keys() & b.keys()):
         other = b[number]
         names = [name for name, value in a[number].items() if value != other.get(name, value)]
