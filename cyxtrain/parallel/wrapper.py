@@ -91,6 +91,9 @@ class DistributedDataParallel(nn.Module):
         """Average the gradients of slices from now on, with the same bits on any number of ranks. All ranks call it.
 
         Each backward but the last of a step is within `no_sync`; call `end_slice` after each slice but the last.
+
+        Args:
+            slices: Those of this rank, the same number of them in all on every rank.
         """
         if slices == self._slices:
             return

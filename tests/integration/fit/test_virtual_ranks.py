@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import cyxtrain as cx
+from cyxtrain.checkpoint.checkpoint_file import read_checkpoint
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 V = 8
@@ -200,9 +202,9 @@ def test_any_number_of_virtual_ranks_is_a_tree(count):
     assert len(set(found.values())) == 1, found
 
 
-def resumed(folder: str) -> str:
-    """Returns the hash of a fit that continues from the checkpoint of another number of ranks."""
-    return bits("mlp", checkpoint_dir=folder, checkpoint_every_n_steps=5, resume="auto")
+def resumed(folder: str, name: str = "mlp", every: int = 5) -> str:
+    """Returns the hash of a fit that continues from the latest checkpoint, which other ranks may have made."""
+    return bits(name, checkpoint_dir=folder, checkpoint_every_n_steps=every, resume="auto")
 
 
 def saved(folder: str) -> str:
@@ -214,6 +216,28 @@ def test_a_fit_resumes_in_mid_epoch_on_another_number_of_ranks(tmp_path, before,
     whole, *_ = everywhere(before, saved, str(tmp_path))
     keep_only(tmp_path, 5)
     assert everywhere(after, resumed, str(tmp_path)) == [whole] * after
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(10))
+def test_the_number_of_ranks_changes_three_times_in_a_run(tmp_path, seed):
+    """As if the run was killed after some step: of the steps that came after it, nothing is left."""
+    random = np.random.default_rng(seed)
+    name = str(random.choice(["mlp", "convnet", "tokens", "loader", "stream", "readers", "weights"]))
+    whole = on(1, [name])[name]
+    length = 2 * 8  # an epoch has eight steps, or fewer
+    for step in sorted(random.choice(range(1, length - 1), 3, replace=False)):
+        ranks = int(random.integers(1, 9))
+        everywhere(ranks, resumed, str(tmp_path), name, 1)
+        for path in tmp_path.glob("*.ckpt"):
+            if step_of(path) > step:
+                path.unlink()
+    ranks = int(random.integers(1, 9))
+    assert everywhere(ranks, resumed, str(tmp_path), name, 1) == [whole] * ranks
+
+
+def step_of(path: Path) -> int:
+    return read_checkpoint(path).position["step"]
 
 
 def refusal_of(**more: Any) -> Callable[[], object]:
