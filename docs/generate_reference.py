@@ -34,6 +34,7 @@ UNITS = {
     r"n_batches$|^validation_steps$": "batches",
     r"^accumulation_steps$": "micro-batches",
     r"n_steps$|^max_steps$|^warmup_steps$|^steps_per_epoch$|^dynamic_history_size$|^fast_dev_run$": "steps",
+    r"^log_hashes$": "steps",
     r"^num_processes$|^world_size$": "processes",
     r"^num_threads$": "threads",
     r"^virtual_ranks$": "ranks",
@@ -176,6 +177,13 @@ ENVIRONMENT = (
         "set by the launcher",
         "characters",
         "How long a progress bar the launcher shows for rank 0 in its terminal; 0: none.",
+    ),
+    (
+        "CYXTRAIN_REPLAY",
+        "JSON",
+        "set by `cyxtrain replay`",
+        "",
+        "The step to compute again, the checkpoint to begin from, and a folder for its hashes.",
     ),
     (
         "OMP_NUM_THREADS",

@@ -105,7 +105,7 @@ def _is_profile(value: object) -> bool:
 
 _POSITIVE = (
     *("epochs", "batch_size", "effective_batch_size", "accumulation_steps", "steps_per_epoch", "max_steps"),
-    *("validation_steps", "validation_batch_size", "readers", "virtual_ranks", "num_threads"),
+    *("validation_steps", "validation_batch_size", "readers", "virtual_ranks", "num_threads", "log_hashes"),
 )
 _LIMITS = ("a finite number above 0 or None", _are_limits)
 _MINUTES = ("a number of at least 0", lambda value: is_number(value) and 0 <= value < math.inf)
@@ -277,6 +277,9 @@ class DistributedTrainingConfig:
     num_threads: int | None = None
     """PyTorch's threads on each rank in `fit`, and in `evaluate` and `predict` after it; their number may change the
     last bits of results. None: as they are; with `virtual_ranks`, 1."""
+    log_hashes: int | None = None
+    """Optimizer steps between lines with hashes of all gradients and parameters, in a file "hashes-RUN.jsonl" in
+    `checkpoint_dir`: `cyxtrain bisect A B` finds the first step and tensor in which two runs differ. None: no lines."""
 
     @property
     def threads_of_fit(self) -> int | None:
@@ -367,6 +370,11 @@ class DistributedTrainingConfig:
         require(
             self.makes_checkpoints or self.keep_last == 0,
             f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too.",
+        )
+        require(
+            self.log_hashes is None or not url_of(self.checkpoint_dir),
+            f"{owner}: log_hashes={self.log_hashes} and checkpoint_dir={str(self.checkpoint_dir)!r} are set. Hashes "
+            "are appended to a file, which a store does not allow: give a folder, or leave log_hashes out.",
         )
         require(
             self.keep_best is not None or not self.load_best,

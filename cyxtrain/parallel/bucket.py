@@ -24,6 +24,8 @@ from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.ring import MeanWeight, SharedGradientBuffer
 from cyxtrain.world.slices import Slices, rows_of
 
+GradientObserver = Callable[[int, str, Tensor], None]
+"""Called with the number of a slice, the name of a parameter, and its gradient in that slice."""
 STEP_LATER = (
     "The replicas would differ. Call optimizer.step() after backward, when .grad is the average; a hook may look at a "
     "gradient, not use it up."
@@ -59,6 +61,8 @@ class Bucket:
         self._spec = spec
         self._as_view = as_view
         self._slices = slices
+        self.observer: GradientObserver | None = None
+        """What sees each gradient before it is added up."""
         self.received: list[float] = []
         """In the last bucket: the mean over slices of each signal, in the latest synchronisation."""
         self.losses_are_finite = True  # in the last bucket: whether the losses of all slices were
@@ -127,6 +131,8 @@ class Bucket:
         parameter = self._parameters[slot]
         view = self._sums.latest.views[slot]
         gradient = checked_gradient(self.names[slot], parameter)
+        if self.observer is not None:
+            self.observer(self._sums.number, self.names[slot], gradient)
         if gradient is not view:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             if self._sums.adds:

@@ -84,6 +84,7 @@ class PartialSums:
         make_row: Returns memory for a sum that is added to another one within the step.
 
     Attributes:
+        number: The running slice.
         latest: The row that takes the gradients of the running slice.
         adds: Whether the running slice is added to what its row has.
     """
@@ -98,11 +99,11 @@ class PartialSums:
     def begin_step(self) -> None:
         """Forget the sums, and begin the first slice."""
         self._sums: dict[int, BucketRow] = {}
-        self._number = self._slices.owned.start
+        self.number = self._slices.owned.start
         self._begin_slice()
 
     def _begin_slice(self) -> None:
-        number = self._number
+        number = self.number
         self._additions = list(additions_after(number, self._slices))
         # A neighbour's row takes the gradients as they come: this saves the slice a row, and a pass over it.
         self.adds = bool(self._additions) and self._additions[0] == (number - 1, number)
@@ -125,7 +126,7 @@ class PartialSums:
 
     def next_slice(self) -> None:
         """Begin the next slice."""
-        self._number += 1
+        self.number += 1
         self._begin_slice()
 
 

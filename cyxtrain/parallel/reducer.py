@@ -22,7 +22,7 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.environment.allocator import keep_freed_memory
 from cyxtrain.errors import ConfigError, DistributedTrainingError, shortened
-from cyxtrain.parallel.bucket import STEP_LATER, Bucket, checked_gradient
+from cyxtrain.parallel.bucket import STEP_LATER, Bucket, GradientObserver, checked_gradient
 from cyxtrain.parallel.compression import install_compression
 from cyxtrain.parallel.consistency.broadcasting import tensors_of
 from cyxtrain.parallel.finite import all_finite, values_of
@@ -84,6 +84,7 @@ class Reducer:
         self._first_tensor = torch_compat.tensor_of(self._trained[0]) if self._trained else 0
         self._comm_hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._device_waits: accelerator.Stopwatch | None = None
+        self._observer: GradientObserver | None = None
         self._handles: list[Any] = []  # of the hooks on parameters
         self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of the same parameters, made later
         self._add_hooks([[dense[number][1] for number in spec.parameters] for spec in layout])
@@ -118,6 +119,7 @@ class Reducer:
         self.unsynced = earlier.unsynced
         self.next_sync = earlier.next_sync
         self.flags.take_over(earlier.flags)
+        self.observe(earlier._observer)
         self.seconds = earlier.seconds
         self._device_waits = earlier._device_waits
         if earlier._comm_hook is not None:
@@ -204,6 +206,12 @@ class Reducer:
         _open_reducers.discard(self)
         for other in _open_reducers:
             other._newer.discard(self)
+
+    def observe(self, observer: GradientObserver | None) -> None:
+        """Let `observer` see the dense gradients of this rank's slices from now on; None: nobody."""
+        self._observer = observer
+        for bucket in self._buckets:
+            bucket.observer = observer
 
     def end_slice(self, *, absent: bool) -> None:
         """Add what has accumulated in `.grad` to the sums of the step, and begin the next slice of this rank.

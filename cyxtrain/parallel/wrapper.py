@@ -17,6 +17,7 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
+from cyxtrain.parallel.bucket import GradientObserver
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.consistency.broadcasting import SharedBuffers, share_tensors, tensors_of
 from cyxtrain.parallel.consistency.replicas import check_replicas, check_same_module
@@ -30,6 +31,9 @@ from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.world import runtime
 from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
+
+ALL_SLICES = -1
+"""In place of the number of a slice: the average over all of them."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -104,6 +108,24 @@ class DistributedDataParallel(nn.Module):
         """Add the gradients of one of this rank's slices, which is not its last one, to the sums of the step."""
         if self._reducer is not None:
             self._reducer.end_slice(absent=not self._reducer.unsynced)
+
+    def observe(self, observer: GradientObserver | None) -> None:
+        """Let `observer` see gradients from now on, those of this rank's slices as they are added up; None: nobody.
+
+        A world of one without virtual ranks adds nothing up: there it sees the averages only.
+        """
+        self._latest.observer = observer
+        if self._reducer is not None:
+            self._reducer.observe(observer)
+
+    def show_averages(self) -> None:
+        """Show the averaged gradients to the observer, if there is one."""
+        observer = self._latest.observer
+        if observer is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                observer(ALL_SLICES, name, parameter.grad)
 
     @property
     def slices(self) -> Slices:
@@ -510,6 +532,7 @@ class _StepState:
     rows: int = 0  # rows of training forwards, since buffers were shared
     expected_rows: int | None = None  # rows of the next forward, if set
     is_suspended: bool = False  # whether another wrapper averages
+    observer: GradientObserver | None = None  # what sees gradients
 
 
 def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:

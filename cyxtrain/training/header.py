@@ -26,6 +26,7 @@ from cyxtrain.ring import transport_of
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.training.step.hash_log import hashes_file
 from cyxtrain.world import runtime
 from cyxtrain.world.consensus import backends_of
 from cyxtrain.world.world import World
@@ -59,6 +60,7 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     facts += [
         ("batch", _batch(plan)),
         *_virtual_ranks(plan),
+        *_hashes(plan, state),
         ("steps", _steps(plan, state.position)),
         ("data", source.describe() + source.explain(world) + _held_out(plan) + _converted(plan)),
         *_parts_of_batches(source, plan.data.call.left_out),
@@ -233,6 +235,13 @@ def _virtual_ranks(plan: FitPlan) -> Iterator[tuple[str, str]]:
     of_each = " or ".join(map(str, counts))
     yield "slices", f"{counted(slices.count, 'virtual rank')} on {counted(slices.num_ranks, 'rank')}, {of_each} on each"
     yield "bits", f"the same on 1 to {slices.count} ranks; not with stops by time, or callbacks that ask for the rank"
+
+
+def _hashes(plan: FitPlan, state: TrainingState) -> Iterator[tuple[str, str]]:
+    every = plan.config.log_hashes
+    if every is not None:
+        file = hashes_file(plan.config, state.run)
+        yield "hashes", f"every {counted(every, 'step')} to {file}; cyxtrain bisect compares two runs"
 
 
 def _steps(plan: FitPlan, position: Position) -> str:

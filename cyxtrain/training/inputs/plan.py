@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cyxtrain.callbacks.callback import Callbacks
+from cyxtrain.callbacks import CSVLogger, ModelCheckpoint, TensorBoard, Tracker
+from cyxtrain.callbacks.callback import Callback, Callbacks
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import nearest, require
 from cyxtrain.data.batches.batch import Share
@@ -178,7 +179,7 @@ def plan_fit(
     config = arguments.config
     trained = trained_with(model, Loss(trainer.loss_fn))
     check_trained(trained, trainer.optimizers, config)
-    callbacks = Callbacks(arguments.callbacks)
+    callbacks = Callbacks(_without_writers(arguments.callbacks))
     source, validation_sources = opened
     feed = source.feed(config, world)
     data = _check_training_set(source, feed, config, trainer, epoch)
@@ -196,6 +197,13 @@ def plan_fit(
     _check_keep_best(plan)
     _check_validation(plan)
     return plan, _facts(plan, trainer, opened, trained)
+
+
+def _without_writers(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    """Leave out those that only write if `cyxtrain replay` runs the program: what they wrote in the run stays."""
+    if process_env.replay() is None:
+        return callbacks
+    return [each for each in callbacks if not isinstance(each, (CSVLogger, ModelCheckpoint, TensorBoard, Tracker))]
 
 
 def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: nn.Module) -> dict[str, Any]:

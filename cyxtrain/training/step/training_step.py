@@ -180,6 +180,7 @@ class TrainingStep:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
             # There are none if no sample counts; the step is taken all the same.
             fill_gradients(self._parameters, self._ddp.module)
+            self._ddp.show_averages()
             losses = [each.value for result in results for _, _, each in self._loss.components(result.loss)]
             # Bound now: a late verdict calls this when `latest` and `_items` are the next step's.
             recompute = partial(self._recompute_locally, share, self._division.latest, self._items)
