@@ -34,7 +34,10 @@ UNITS = {
     r"n_batches$|^validation_steps$": "batches",
     r"^accumulation_steps$": "micro-batches",
     r"n_steps$|^max_steps$|^warmup_steps$|^steps_per_epoch$|^dynamic_history_size$|^fast_dev_run$": "steps",
+    r"^log_hashes$": "steps",
     r"^num_processes$|^world_size$": "processes",
+    r"^num_threads$": "threads",
+    r"^virtual_ranks$": "ranks",
     r"^keep_last$": "checkpoints",
     r"^validation_split$": "fraction",
 }
@@ -46,7 +49,7 @@ BY_NEED: dict[str, Sequence[str]] = {
         *("checkpoint_every_n_epochs", "warmup_steps", "clip_norm", "precision"),
     ),
     "Length of a fit": ("max_steps", "max_time_seconds", "steps_per_epoch", "fast_dev_run", "num_processes"),
-    "Samples": ("shuffle", "seed", "drop_last", "sharded_data", "readers"),
+    "Samples": ("shuffle", "seed", "drop_last", "sharded_data", "readers", "virtual_ranks"),
     "Validation": (
         *("validation_freq", "validate_every_n_steps", "validate_every_n_minutes", "validation_batch_size"),
         *("validation_steps", "validation_stratify"),
@@ -59,7 +62,10 @@ BY_NEED: dict[str, Sequence[str]] = {
         *("accumulation_steps", "clip_value", "clip_adaptive", "learning_rate_scaling", "scheduler_interval"),
         *("on_nonfinite", "check_replicas_every_n_steps"),
     ),
-    "Speed": ("compile", "float32_precision", "channels_last", "fused_optimizer", "amp", "sync_batchnorm", "profile"),
+    "Speed": (
+        *("compile", "float32_precision", "channels_last", "fused_optimizer", "amp", "sync_batchnorm", "num_threads"),
+        "profile",
+    ),
 }
 """The settings of `fit` by what you need them for; those that are not listed follow under "Output and others"."""
 
@@ -171,6 +177,13 @@ ENVIRONMENT = (
         "set by the launcher",
         "characters",
         "How long a progress bar the launcher shows for rank 0 in its terminal; 0: none.",
+    ),
+    (
+        "CYXTRAIN_REPLAY",
+        "JSON",
+        "set by `cyxtrain replay`",
+        "",
+        "The step to compute again, the checkpoint to begin from, and a folder for its hashes.",
     ),
     (
         "OMP_NUM_THREADS",

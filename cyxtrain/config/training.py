@@ -105,7 +105,7 @@ def _is_profile(value: object) -> bool:
 
 _POSITIVE = (
     *("epochs", "batch_size", "effective_batch_size", "accumulation_steps", "steps_per_epoch", "max_steps"),
-    *("validation_steps", "validation_batch_size", "readers"),
+    *("validation_steps", "validation_batch_size", "readers", "virtual_ranks", "num_threads", "log_hashes"),
 )
 _LIMITS = ("a finite number above 0 or None", _are_limits)
 _MINUTES = ("a number of at least 0", lambda value: is_number(value) and 0 <= value < math.inf)
@@ -270,6 +270,23 @@ class DistributedTrainingConfig:
     """For data in parts (a function of `(reader, readers)`, an IterableDataset of Hugging Face, a pyarrow Dataset): how
     many readers share them. They give the samples of each step in turn, on as many ranks as readers or fewer, and each
     sample is read by one rank. None: data have no parts."""
+    virtual_ranks: int | None = None
+    """Train as on so many ranks, with the same bits on any number of ranks up to it: each rank computes the parts of
+    several, one after the other. `batch_size` is per virtual rank. Refused if a slice of a step depends on those before
+    it, as with state that forward keeps in an attribute. None: as many as there are ranks."""
+    num_threads: int | None = None
+    """PyTorch's threads on each rank in `fit`, and in `evaluate` and `predict` after it; their number may change the
+    last bits of results. None: as they are; with `virtual_ranks`, 1."""
+    log_hashes: int | None = None
+    """Optimizer steps between lines with hashes of all gradients and parameters, in a file "hashes-RUN.jsonl" in
+    `checkpoint_dir`: `cyxtrain bisect A B` finds the first step and tensor in which two runs differ. None: no lines."""
+
+    @property
+    def threads_of_fit(self) -> int | None:
+        """The number of PyTorch's threads that a fit sets; None: it sets none."""
+        if self.num_threads is None and self.virtual_ranks is not None:
+            return 1
+        return self.num_threads
 
     @property
     def has_own_epochs(self) -> bool:
@@ -353,6 +370,11 @@ class DistributedTrainingConfig:
         require(
             self.makes_checkpoints or self.keep_last == 0,
             f"{owner}.keep_last is set and no checkpoint is asked for: set checkpoint_every_n_epochs, too.",
+        )
+        require(
+            self.log_hashes is None or not url_of(self.checkpoint_dir),
+            f"{owner}: log_hashes={self.log_hashes} and checkpoint_dir={str(self.checkpoint_dir)!r} are set. Hashes "
+            "are appended to a file, which a store does not allow: give a folder, or leave log_hashes out.",
         )
         require(
             self.keep_best is not None or not self.load_best,

@@ -16,8 +16,8 @@ from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.order import EpochOrder, Order, load_states, states_of
 from cyxtrain.data.sampler import Indices
 from cyxtrain.data.sharding import BatchSharding, RowSharding, Sharding, SingleRow, UnevenStep, num_steps
-from cyxtrain.data.slices import Slices
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 _DRAWN = "must draw from the generators of torch, NumPy or Python, or from one that is its attribute 'generator'"
@@ -45,6 +45,7 @@ class Feed(ABC):
     rows_at_once: int  # rows of a micro-batch
     is_over = False  # whether there will never be a step again
     has_rank_states = False  # whether `rank_state` may return one
+    has_own_data = False  # whether this rank has samples that the others have not
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -132,7 +133,7 @@ class RowFeed(Feed):
         self._source = source
         self._order = order
         self._world = world
-        self._slices = Slices.of(world)
+        self._slices = Slices.of(world, config.virtual_ranks)
         self._continues = config.steps_per_epoch is not None
         self._accumulation_steps = config.accumulation_steps
         self._drop_last = source.drop_last or config.drop_last
@@ -149,7 +150,8 @@ class RowFeed(Feed):
                 "DataLoader a batch_size and a sampler instead, or leave effective_batch_size out."
             )
         self._batch_size = source.batch_size or config.batch_size
-        self.set_step_size(config.effective_batch_size or self._batch_size * config.accumulation_steps * world.size)
+        of_slice = self._batch_size * config.accumulation_steps
+        self.set_step_size(config.effective_batch_size or of_slice * self._slices.count)
         if self.steps_per_epoch == 0:
             raise ConfigError(
                 f"drop_last leaves nothing: {counted(self._rows, 'sample')}, and a step has "
@@ -279,9 +281,9 @@ class RowFeed(Feed):
         """Yield the shares of some steps of a pass; `offset` plus a step is its number in the epoch."""
         fetch = self._source.fetcher(order, _pieces(sharding, self._slices, steps), number, pinned=copier.prefetches)
         for step in steps:
-            shards = [sharding.shard(slice_number, step) for slice_number in self._slices.owned]
-            own = [order.rows(piece) for shard in shards for piece in shard.pieces]
-            global_rows = shards[0].global_rows
+            shards = {slice_number: sharding.shard(slice_number, step) for slice_number in self._slices.owned}
+            own = {slice_number: [*map(order.rows, shard.pieces)] for slice_number, shard in shards.items()}
+            global_rows = sharding.shard(0, step).global_rows
             share = RowShare(offset + step, global_rows, own, fetch, copier, keeps=not self._source.is_whole)
             share.count_ranks = functools.partial(sharding.count_ranks, step)
             yield share

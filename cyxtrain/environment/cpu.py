@@ -1,10 +1,11 @@
-"""The number of cores that this process may use."""
+"""The number of cores that this process may use, and the processor's name."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,15 @@ def count_usable_cores() -> int:
     else:
         cores = os.cpu_count() or 1
     return max(1, int(min(cores, cgroup_quota())))
+
+
+def processor_name() -> str:
+    """Return the processor's name, such as "Intel(R) Xeon(R) Platinum 8481C", or its architecture."""
+    with contextlib.suppress(OSError):  # only Linux has this file
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 def cgroup_quota(root: Path = Path("/")) -> float:

@@ -21,17 +21,20 @@
                                   rank 0 in its place: only a process of the same user can listen there
     CYXTRAIN_STAGING_DIR          where files wait that are uploaded to a store; default ~/.cache/cyxtrain/staging
     CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
+    CYXTRAIN_REPLAY               the step that `cyxtrain replay` computes again, its checkpoint and a folder, as JSON
 
 torchrun sets these very names, and they take precedence over a scheduler's (`schedulers.py`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from cyxtrain.environment import schedulers
 from cyxtrain.errors import ConfigError
@@ -43,6 +46,7 @@ WORKER_CHANNEL = "CYXTRAIN_WORKER"
 """How a worker of a notebook reaches the notebook."""
 SECRET = "CYXTRAIN_SECRET"
 GRACE = "CYXTRAIN_GRACE_SECONDS"
+REPLAY = "CYXTRAIN_REPLAY"
 GRACE_SECONDS = 25.0
 """The default: Kubernetes and Slurm kill after 30 seconds."""
 _IDENTITY = ("RANK", "WORLD_SIZE")
@@ -56,6 +60,11 @@ _COMMUNICATION_VARIABLES = (
     *("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_TIMEOUT"),
 )
 """What decides how ranks meet and communicate, here and in the libraries below."""
+_ARITHMETIC_VARIABLES = (
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"),
+    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+)
+"""What decides how the libraries below compute."""
 
 
 def number(name: str, variables: Variables = ENVIRON) -> int | None:
@@ -180,6 +189,11 @@ def settings_found(variables: Variables = ENVIRON) -> dict[str, str]:
     return found
 
 
+def arithmetic_variables(variables: Variables = ENVIRON) -> dict[str, str]:
+    """Return the variables that decide how libraries compute."""
+    return {name: variables[name] for name in _ARITHMETIC_VARIABLES if variables.get(name)}
+
+
 def to_pass_on() -> dict[str, str]:
     """Return a copy of the environment, for processes that this one starts."""
     return dict(os.environ)
@@ -204,6 +218,20 @@ def launched_run(variables: Variables = ENVIRON) -> tuple[str, int]:
     if not run:
         return "", 0
     return run, number("CYXTRAIN_ATTEMPT", variables) or 0
+
+
+class Replay(NamedTuple):
+    """What `cyxtrain replay` asks a program for."""
+
+    step: int  # after which the program ends
+    checkpoint: str  # where it begins; "": from scratch
+    folder: str  # for hashes
+
+
+def replay(variables: Variables = ENVIRON) -> Replay | None:
+    """Return the step to compute again; None: `cyxtrain replay` has not started this program."""
+    value = variables.get(REPLAY)
+    return Replay(*json.loads(value)) if value else None
 
 
 def passes_signals_on(variables: Variables = ENVIRON) -> bool:

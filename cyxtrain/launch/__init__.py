@@ -1,1 +1,1 @@
-"""The command line: cyxtrain fit, evaluate, launch, bench, doctor, completion."""
+"""The command line: cyxtrain fit, evaluate, launch, bench, bisect, replay, doctor, completion."""

@@ -15,7 +15,7 @@ from click.shell_completion import CompletionItem, get_completion_class
 from cyxtrain.environment import uncaught
 from cyxtrain.environment.regular_files import path_or_url, url_of
 from cyxtrain.errors import CheckpointError, ConfigError
-from cyxtrain.launch.starting import files_of, launch
+from cyxtrain.launch.starting import files_of, launch, runnable
 
 if TYPE_CHECKING:
     from cyxtrain.experiment import Experiment
@@ -193,6 +193,54 @@ def bench() -> int:
     from cyxtrain.launch.bench import bench
 
     return bench(DistributedConfig.from_environment())
+
+
+@cyxtrain.command(
+    short_help="Find where two runs differ first.",
+    epilog="""\b
+examples:
+  cyxtrain bisect run-1 run-2
+  cyxtrain bisect run-1/hashes-0c6a6c02.jsonl run-1/hashes-f31d88e7.jsonl
+
+Exit code: 0 if all hashes are equal, 1 if some differ.""",
+)
+@click.argument("first", metavar="A", shell_complete=files_of)
+@click.argument("second", metavar="B", shell_complete=files_of)
+def bisect(first: str, second: str) -> int:
+    """Find the first step and tensor in which two runs differ, and what else differs: versions, processors, settings.
+
+    A and B are folders of checkpoints of fits with log_hashes, or files of hashes in them. With log_hashes=1 the step
+    is exact, with 50 within 50 steps.
+    """
+    from cyxtrain.launch.bisect import bisect
+
+    return bisect(first, second)
+
+
+@cyxtrain.command(
+    short_help="Compute a step of a run again, and compare its bits.",
+    epilog="""\b
+examples:
+  cyxtrain replay run-1 --step 150 -- python train.py
+  cyxtrain replay run-1 --step 150 -- cyxtrain launch -n 4 -- python train.py
+
+The program must call fit as in the run, once. It ends after that step; it writes no checkpoints, and its callbacks that
+only write, such as CSVLogger, are left out. Your own callbacks are called.
+
+Exit code: 0 if all bits agree, 1 if some differ, 2 if the program ends before that step.""",
+)
+@click.argument("run", metavar="RUN", shell_complete=files_of)
+@click.option("--step", metavar="K", type=click.IntRange(min=1), required=True, help="One that the run has logged.")
+@click.argument("words", nargs=-1, required=True, metavar="-- COMMAND...", shell_complete=files_of)
+@click.pass_obj
+def replay(environment: Mapping[str, str], /, run: str, step: int, words: tuple[str, ...]) -> int:
+    """Compute a step of a run again from the checkpoint before it, and print whether the bits agree.
+
+    RUN is the folder of checkpoints of a fit with log_hashes. With virtual_ranks, the number of ranks may differ.
+    """
+    from cyxtrain.launch.replay import replay
+
+    return replay(run, step, runnable(words), environment)
 
 
 @cyxtrain.command(short_help="Set up completion in your shell.")

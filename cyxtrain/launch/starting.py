@@ -229,6 +229,11 @@ def _split(words: Sequence[str], options: Options) -> tuple[str | None, tuple[st
         command = command[1:]
     if options.config is not None:
         return number, (sys.executable, "-m", "cyxtrain", "fit", options.config, *command)
+    return number, runnable(command)
+
+
+def runnable(command: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a command, with this Python if it is a script or `cyxtrain`; raise UsageError if there is none."""
     _require(bool(command) and bool(command[0]), "no command to start: put it after the options and the number")
     program = command[0]
     _require(
@@ -237,10 +242,10 @@ def _split(words: Sequence[str], options: Options) -> tuple[str | None, tuple[st
     )
     if program.endswith(".py"):
         _require(Path(program).is_file(), f"there is no file {program!r}")
-        return number, (sys.executable, *command)
+        return (sys.executable, *command)
     if program == "cyxtrain":  # it may not be in PATH, as the package in this Python is
-        return number, (sys.executable, "-m", *command)
-    return number, command
+        return (sys.executable, "-m", *command)
+    return command
 
 
 def _with_kubernetes(options: Options, environment: Mapping[str, str]) -> Options:

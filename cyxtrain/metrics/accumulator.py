@@ -87,11 +87,15 @@ class Accumulator:
         device = next((table.device for table in tables if not table.is_cpu), torch.device("cpu"))
         return torch.cat([table.to(device, non_blocking=table.is_cpu) for table in tables], dim=1).cpu()
 
-    def load(self, pairs: Mapping[str, tuple[str, Pair]]) -> None:
-        """Replace all numbers by (how it is reduced, pair) of each name, in the first row; means without one stay."""
+    def load(self, pairs: Mapping[str, tuple[str, Pair]], row: int = 0) -> None:
+        """Replace the numbers of a row by (how it is reduced, pair) of each name; row 0 first, which clears the others.
+
+        Means without one stay.
+        """
         for name, (reduce, pair) in pairs.items():
-            self._columns[name] = _Column(reduce, self._rows)
-            self._columns[name].load(pair)
+            if row == 0:
+                self._columns[name] = _Column(reduce, self._rows)
+            self._columns[name].load(pair, row)
 
     def pairs(self) -> dict[str, Pair]:
         """Return the exact sums over the rows, each rounded once; waits for an accelerator."""
@@ -177,8 +181,8 @@ class _Column:
             self.host, pending = self._kept
             del self._pending[pending:]
 
-    def load(self, pair: Pair) -> None:
-        self.host[0] = pair
+    def load(self, pair: Pair, row: int) -> None:
+        self.host[row] = pair
 
     def table(self) -> Tensor:
         """Return the pairs, shape (rows, 2), where they are."""

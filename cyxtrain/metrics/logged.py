@@ -19,6 +19,7 @@ from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError, brief, on_all_ranks
 from cyxtrain.metrics.accumulator import ALIKE, REDUCES, Accumulator, Number, Pair, joined, number_of
 from cyxtrain.metrics.weighting import BatchLoss
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 GRAD_NORM = "grad_norm"
@@ -36,8 +37,25 @@ class LoggedNumbers:
         self.larger_is_better: dict[str, bool] = {}
         self._reduces: dict[str, str] = {}
         self._numbers = Accumulator()
+        # With virtual ranks: a part for each slice, and one for what is logged outside of slices.
+        self._slices: Slices | None = None
+        self._parts: dict[int, Accumulator] = {}
         self._apart: LoggedNumbers | None = None
         self._is_repeating = False
+
+    def use_slices(self, slices: Slices) -> None:
+        """Add up the numbers of each slice by themselves: the result does not depend on the ranks.
+
+        What is logged outside of slices counts once, as rank 0 has it.
+        """
+        if self._slices != slices:
+            self._slices = slices
+            self._parts = {slices.count: self._numbers}
+
+    def enter_slice(self, number: int | None) -> None:
+        """Begin a slice; None: what comes next is outside of slices."""
+        if self._slices is not None:
+            self._numbers = self._parts.setdefault(self._slices.count if number is None else number, Accumulator())
 
     @property
     def has_any(self) -> bool:
@@ -77,13 +95,25 @@ class LoggedNumbers:
 
     def keep(self) -> Callable[[], None]:
         """Return a function that forgets the numbers that are added from now on."""
-        self._numbers.keep()
-        return self._numbers.roll_back
+        parts = dict(self._parts)
+        kept = [*parts.values()] or [self._numbers]
+        for numbers in kept:
+            numbers.keep()
+
+        def roll_back() -> None:
+            for numbers in kept:
+                numbers.roll_back()
+            self._parts = {**parts, **{number: Accumulator() for number in self._parts.keys() - parts.keys()}}
+            self.enter_slice(None)
+
+        return roll_back
 
     def reset(self) -> None:
         """Forget the sums, but not how numbers are reduced."""
         self.rows = 1
-        self._numbers.clear()
+        self._parts = {}
+        self._numbers = Accumulator()
+        self.enter_slice(None)
 
     def add(
         self, name: str, value: Any, reduce: str = "mean", weight: Any = None, larger_is_better: bool | None = None
@@ -154,14 +184,28 @@ class LoggedNumbers:
             )
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's sums as JSON values; waits for the device."""
+        """Return this rank's sums as JSON values, with virtual ranks by slice; waits for the device."""
+        if self._slices is not None:
+            return {str(number): self._state_of(numbers) for number, numbers in self._parts.items()}
+        return self._state_of(self._numbers)
+
+    def _state_of(self, numbers: Accumulator) -> dict[str, Any]:
         return {
-            name: [reduce, self.larger_is_better.get(name), [*pair]]
-            for name, (reduce, pair) in self._numbers.kept().items()
+            name: [reduce, self.larger_is_better.get(name), [*pair]] for name, (reduce, pair) in numbers.kept().items()
         }
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Continue from the sums of one or several ranks."""
+        """Continue from the sums of one or several ranks; with virtual ranks, those of all ranks of a checkpoint."""
+        if self._slices is None:
+            self._restore_part(self._numbers, states)
+            return
+        by_slice = _by_slice(states, self._slices)
+        self._parts = {}
+        for number in (*self._slices.owned, self._slices.count):
+            self.enter_slice(number)
+            self._restore_part(self._numbers, [by_slice.get(number, {})])
+
+    def _restore_part(self, numbers: Accumulator, states: Sequence[Mapping[str, Any]]) -> None:
         found: dict[str, tuple[str, Pair]] = {}
         for state in states:
             for name, (reduce, better, sums) in state.items():
@@ -173,26 +217,40 @@ class LoggedNumbers:
                 if name in found:
                     pair = joined(reduce, found[name][1], pair)
                 found[name] = reduce, pair
-        self._numbers.clear()
-        self._numbers.load(found)
+        numbers.clear()
+        numbers.load(found)
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Return the numbers of the ranks of a world; collective."""
         if world.sends_nothing:
             return {name: value() for name, value in self.lazy_values().items()}
         # First an all_reduce: another collective of a rank whose callback calls one alone would not match it.
-        if not world.reduce(torch.tensor(len(self._numbers.names), device="cpu"), dist.ReduceOp.MAX):
+        if not world.reduce(torch.tensor(self._num_names, device="cpu"), dist.ReduceOp.MAX):
             return {}
-        of_all = LoggedNumbers()
-        of_all.larger_is_better = self.larger_is_better
         try:
-            of_all.restore(world.gather_json(self.state()))
+            of_all = self._joined(world.gather_json(self.state()))
         except ConfigError as error:
             raise on_all_ranks(error) from None
         return of_all.over_ranks(world.alone())
 
+    @property
+    def _num_names(self) -> int:
+        return len({name for numbers in (self._numbers, *self._parts.values()) for name in numbers.names})
+
+    def _joined(self, states: Sequence[Mapping[str, Any]]) -> LoggedNumbers:
+        """Return the numbers of these states of ranks, added up in the order of ranks, or of slices."""
+        if self._slices is not None:
+            by_slice = _by_slice(states, self._slices)
+            states = [by_slice[number] for number in sorted(by_slice)]
+        joined_numbers = LoggedNumbers()
+        joined_numbers.larger_is_better = self.larger_is_better
+        joined_numbers.restore(states)
+        return joined_numbers
+
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return a function for each number of this rank."""
+        if self._slices is not None:
+            return self._joined([self.state()]).lazy_values()
         return {name: partial(number_of, reduce, pair) for name, (reduce, pair) in self._numbers.kept().items()}
 
 
@@ -246,6 +304,19 @@ class NumberLogger:
             yield self._logged
         finally:
             self._logged = before
+
+
+def _by_slice(states: Sequence[Mapping[str, Any]], slices: Slices) -> dict[int, Mapping[str, Any]]:
+    """Return the states of slices in those of ranks; what is outside of slices is rank 0's."""
+    found: dict[int, Mapping[str, Any]] = {}
+    for of_rank in states:
+        for number, of_slice in of_rank.items():
+            if int(number) < slices.count:
+                found[int(number)] = of_slice
+    outside = str(slices.count)
+    if states and outside in states[0]:
+        found[slices.count] = states[0][outside]
+    return found
 
 
 def check_free(name: str, what: str, reserved: Collection[str] = ()) -> None:

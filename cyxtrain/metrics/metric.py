@@ -26,7 +26,7 @@ from cyxtrain.data.batches.structure import as_tensor
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import own_copy
 from cyxtrain.errors import ConfigError, brief
-from cyxtrain.metrics.accumulator import Accumulator, joined, mean_of
+from cyxtrain.metrics.accumulator import Accumulator, Pair, joined, mean_of
 from cyxtrain.metrics.whole_set import CheckedWholeSet
 from cyxtrain.world.world import World
 
@@ -388,8 +388,8 @@ class Metrics:
             metric.reset()
         return made
 
-    def add(self, output: Any, target: Any, rows: int) -> None:
-        """Add a batch to each."""
+    def add(self, output: Any, target: Any, rows: int, row: int = 0) -> None:
+        """Add a batch to each; `row`: as in the sums of an epoch."""
         if self._metrics:
             with torch.no_grad():
                 for metric in self._metrics:
@@ -405,9 +405,13 @@ class Metrics:
 
     def cheap_values(self) -> dict[str, float]:
         """Return the means of this rank, as `Accumulator.lately`."""
+        return {name: mean_of(pair) for name, pair in self.cheap_pairs().items()}
+
+    def cheap_pairs(self) -> dict[str, Pair]:
+        """Return (sum, weight) of the means of this rank, as `Accumulator.lately`."""
         means = [metric for metric in self._metrics if isinstance(metric, MeanMetric)]
         found = {metric.name: metric.numbers.lately() for metric in means}
-        return {name: mean_of(pairs[name]) for name, pairs in found.items() if pairs}
+        return {name: pairs[name] for name, pairs in found.items() if pairs}
 
     def over_ranks(self, world: World) -> dict[str, float]:
         """Return each number over the samples of all ranks of a world; collective."""

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from typing_extensions import override
 
 from cyxtrain.config.settings import require
 from cyxtrain.data.batches.structure import Tree
@@ -15,6 +16,7 @@ from cyxtrain.metrics.accumulator import Accumulator, Number, Pair, joined, mean
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.metric import Metrics
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 _LOSS = "loss"
@@ -28,11 +30,70 @@ class Correct(NamedTuple):
     counted: Number
 
 
-class MetricSums:
-    """Sums of losses and metrics: one row for a running epoch, or one row per batch."""
+class SliceMetrics(Metrics):
+    """Metrics of a fit with virtual ranks: each slice has its own, and their states are merged by its number.
 
-    def __init__(self, rows: int, loss: Loss, metrics: Metrics) -> None:
-        self.metrics = metrics.copy()
+    So the result does not depend on the ranks.
+    """
+
+    def __init__(self, metrics: Metrics, slices: Slices) -> None:
+        super().__init__(metrics.copy()._metrics, metrics.whole_sets)
+        self._slices = slices
+        self._by_slice: dict[int, Metrics] = {}
+
+    @override
+    def add(self, output: Any, target: Any, rows: int, row: int = 0) -> None:
+        if not self:
+            return
+        if row not in self._by_slice:
+            self._by_slice[row] = super().copy()
+        self._by_slice[row].add(output, target, rows)
+
+    def _merged(self, states: Mapping[int, Mapping[str, Any]]) -> Metrics:
+        merged = super().copy()
+        merged.merge([states[number] for number in sorted(states)])
+        return merged
+
+    def _own_states(self) -> dict[int, dict[str, Any]]:
+        return {number: metrics.state() for number, metrics in self._by_slice.items()}
+
+    @override
+    def lazy_values(self) -> dict[str, Callable[[], float]]:
+        return self._merged(self._own_states()).lazy_values()
+
+    @override
+    def cheap_values(self) -> dict[str, float]:
+        pairs = [metrics.cheap_pairs() for metrics in self._by_slice.values()]
+        names = dict.fromkeys(name for each in pairs for name in each)
+        sums = {name: [sum(numbers) for numbers in zip(*(each[name] for each in pairs), strict=True)] for name in names}
+        return {name: mean_of(pair) for name, pair in sums.items()}
+
+    @override
+    def over_ranks(self, world: World) -> dict[str, float]:
+        states: dict[int, dict[str, Any]] = {}
+        for of_rank in world.gather_json(self._own_states()):
+            states |= {int(number): state for number, state in of_rank.items()}
+        # The same states, in the same order, on every rank.
+        return self._merged(states).over_ranks(world.alone())
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {"slices": self._own_states()}
+
+    @override
+    def merge(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Continue with the states of this rank's slices, among those of all ranks of a checkpoint."""
+        for state in states:
+            for number, of_slice in state.get("slices", {}).items():
+                if int(number) in self._slices.owned:
+                    self._by_slice[int(number)] = self._merged({0: of_slice})
+
+
+class MetricSums:
+    """Sums of losses and metrics: one row for a running epoch, or one row per batch, or per slice of each step."""
+
+    def __init__(self, rows: int, loss: Loss, metrics: Metrics, slices: Slices | None = None) -> None:
+        self.metrics = metrics.copy() if slices is None else SliceMetrics(metrics, slices)
         self._numbers = Accumulator([_LOSS, _CORRECT, *loss.shown], rows)
         self._loss = loss
 
@@ -50,8 +111,10 @@ class MetricSums:
         """The names of the numbers that the table has besides loss and accuracy."""
         return [*self._loss.shown]
 
-    def restore(self, row: Sequence[float], names: Sequence[str] | None, logged: list[dict[str, Any]]) -> None:
-        """Start with an earlier row of numbers with these names; None: the same names as now.
+    def restore(
+        self, table: Sequence[Sequence[float]], names: Sequence[str] | None, logged: list[dict[str, Any]]
+    ) -> None:
+        """Start with an earlier table of numbers with these names; None: the same names as now.
 
         Numbers keep their names: numbers that are new here are moved from `logged`, others to it.
         """
@@ -60,18 +123,20 @@ class MetricSums:
             names = shown
         columns = [_LOSS, _CORRECT, *names]
         require(
-            len(row) == 2 * len(columns) and ([*names] == shown or not self._loss.weightings),
+            len(table[0]) == 2 * len(columns) and ([*names] == shown or not self._loss.weightings),
             f"it has the sums of other losses or numbers ({', '.join(names) or 'none'}) than this program "
             f"({', '.join(shown) or 'none'}): return the same, or resume from the end of an epoch.",
         )
-        sums = dict(zip(columns, zip(row[::2], row[1::2], strict=True), strict=True))
-        for name in names:
-            if name not in shown:
-                logged.append({name: ["mean", None, [*sums[name]]]})
-        for state in logged:
-            for name in state.keys() & {*shown}:
-                sums[name] = joined("mean", sums.get(name, (0.0, 0.0)), state.pop(name)[2])
-        self._numbers.load({name: ("mean", sums.get(name, (0.0, 0.0))) for name in self._numbers.names})
+        for number, row in enumerate(table):
+            sums = dict(zip(columns, zip(row[::2], row[1::2], strict=True), strict=True))
+            for name in names:
+                if name not in shown:
+                    logged.append({name: ["mean", None, [*sums[name]]]})
+            for state in logged:
+                for name in state.keys() & {*shown}:
+                    sums[name] = joined("mean", sums.get(name, (0.0, 0.0)), state.pop(name)[2])
+            pairs = {name: ("mean", sums.get(name, (0.0, 0.0))) for name in self._numbers.names}
+            self._numbers.load(pairs, number)
 
     def table(self) -> Tensor:
         """The sums so far, shape (rows, 4 + ...), float64, on the CPU; waits for an accelerator."""

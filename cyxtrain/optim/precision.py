@@ -82,6 +82,19 @@ def float32_products(precision: str | None) -> Iterator[None]:
             owner.fp32_precision = value
 
 
+@contextlib.contextmanager
+def threads_used(count: int | None) -> Iterator[None]:
+    """Compute with this many of PyTorch's threads in a `with` block, if given: results differ by them in last bits."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if count is not None:
+            torch.set_num_threads(before)
+
+
 class LossScale:
     """The factor of the loss before backward, by which gradients are divided after it.
 
@@ -104,10 +117,10 @@ class LossScale:
         """Whether a smaller scale may prevent an overflow."""
         return self.is_dynamic and self.value > _LEAST_SCALE
 
-    def of_rank(self, world_size: int) -> float:
-        """Return the factor of each rank's loss."""
-        # In a mean over N ranks a sample counts N times as much on its rank: gradients would overflow earlier.
-        return self.value / world_size
+    def of_slice(self, count: int) -> float:
+        """Return the factor of the loss of each of `count` slices of a step."""
+        # In a mean over N slices a sample counts N times as much in its slice: gradients would overflow earlier.
+        return self.value / count
 
     def update(self, *, overflowed: bool) -> None:
         """Change to the scale of the next step."""

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor, nn
 
 from cyxtrain.errors import DistributedTrainingError
-from cyxtrain.parallel.exchange import AllReduceExchange, CommHookExchange, GradientExchange, SharedMemoryExchange
+from cyxtrain.parallel.exchange import (
+    AllReduceExchange,
+    CommHookExchange,
+    GradientExchange,
+    SharedMemoryExchange,
+    SliceExchange,
+    padded,
+)
 from cyxtrain.parallel.layout import BucketSpec
+from cyxtrain.parallel.partial_sums import WEIGHT, BucketFlags, BucketRow, PartialSums
 from cyxtrain.parallel.synchronization import Synchronization
-from cyxtrain.ring import DIGITS, MeanWeight, SharedGradientBuffer
+from cyxtrain.ring import MeanWeight, SharedGradientBuffer
+from cyxtrain.world.slices import Slices, rows_of
 
-_WEIGHT = slice(-1 - DIGITS, -1)
-"""Its digits among the flags of the last bucket."""
+GradientObserver = Callable[[int, str, Tensor], None]
+"""Called with the number of a slice, the name of a parameter, and its gradient in that slice."""
 STEP_LATER = (
     "The replicas would differ. Call optimizer.step() after backward, when .grad is the average; a hook may look at a "
     "gradient, not use it up."
@@ -26,7 +35,14 @@ STEP_LATER = (
 class Bucket:
     """Gradients that are exchanged together; PyTorch's comm hooks get it as a GradBucket.
 
-    In memory: gradients, then flags: unused parameters, absent rank; in the last bucket: signals, weight, loss.
+    Args:
+        spec: What it has.
+        parameters: Those of the model, with names.
+        index: Its number.
+        last: Whether it is the last one.
+        slices: Those whose gradients it adds up.
+        shared_buffer: Memory that all ranks share.
+        as_view: Whether `.grad` becomes its place in the bucket.
     """
 
     def __init__(
@@ -35,6 +51,7 @@ class Bucket:
         parameters: Sequence[tuple[str, nn.Parameter]],
         index: int,
         last: bool,
+        slices: Slices,
         shared_buffer: SharedGradientBuffer | None = None,
         *,
         as_view: bool = False,
@@ -42,63 +59,87 @@ class Bucket:
         self.names = [parameters[i][0] for i in spec.parameters]
         self._parameters = [parameters[i][1] for i in spec.parameters]
         self._spec = spec
-        self._as_view = as_view  # whether `.grad` becomes its place in the bucket
+        self._as_view = as_view
+        self._slices = slices
+        self.observer: GradientObserver | None = None
+        """What sees each gradient before it is added up."""
         self.received: list[float] = []
-        """In the last bucket: the mean over ranks of each signal, in the latest synchronisation."""
-        self.losses_are_finite = True  # in the last bucket: whether the losses of all ranks were
+        """In the last bucket: the mean over slices of each signal, in the latest synchronisation."""
+        self.losses_are_finite = True  # in the last bucket: whether the losses of all slices were
         self._gradients_end = spec.flags_offset
-        self._group: Any = None
         self._index = index
         self._last = last
+        self._own_flags = BucketFlags(torch.zeros(spec.num_flags, dtype=spec.dtype, device=spec.device), spec)
         self.exchange: GradientExchange
         if shared_buffer is None:
-            self._lay_out(torch.zeros(spec.count, dtype=spec.dtype, device=spec.device))
-            self.exchange = AllReduceExchange(self.numbers, self._gradients_end)
+            self._exchange_by_messages()
         else:
-            self._lay_out(shared_buffer.tensor)
-            self.exchange = SharedMemoryExchange(shared_buffer, self._gradients_end)
+            self._lay_out(shared_buffer.rows)
+            is_mean_of_ranks = not slices.is_virtual
+            self.exchange = SharedMemoryExchange(shared_buffer, self._gradients_end, is_mean_of_ranks=is_mean_of_ranks)
         self.clear()
 
-    def _lay_out(self, flat: Tensor) -> None:
-        """Set the views of gradients, flags, signals and loss in a flat tensor."""
+    def _exchange_by_messages(self) -> None:
         spec = self._spec
-        self.numbers = flat
-        self._flags = flat[spec.flags_offset :]
-        # for each parameter the share of ranks that have not used it; that of absent ranks; signals; weight; loss
-        self.flags = self._flags.real if self._flags.is_complex() else self._flags
-        self._weight = self.flags[_WEIGHT]
-        self._signals: Tensor | None = None
-        self._loss: Tensor | None = None
-        if spec.num_signals:
-            first_signal = len(self._parameters) + 1
-            self._signals = self._flags[first_signal : first_signal + spec.num_signals]
-            self._loss = self._flags[-1]
-        self._views = [
-            _slot(flat, offset, parameter) for offset, parameter in zip(spec.offsets, self._parameters, strict=True)
-        ]
+        count = padded(spec.count, self._slices)
+        rows = [torch.zeros(count, dtype=spec.dtype, device=spec.device) for _ in rows_of(self._slices)]
+        self._lay_out([row[: spec.count] for row in rows])
+        if self._slices.is_virtual:
+            self.exchange = SliceExchange(rows, self.numbers, self._gradients_end, self._slices, self._slices.count)
+        else:
+            self.exchange = AllReduceExchange(self.numbers, self._gradients_end)
+
+    def _lay_out(self, rows: Sequence[Tensor]) -> None:
+        """Put the sums of slices into rows of memory; the first one receives the average."""
+        self._result = self._row(rows[0])
+        self.numbers = self._result.numbers
+        others = [self._row(row) for row in rows[1:]]
+        self._sums = PartialSums(self._slices, [self._result, *others], self._make_row)
+
+    def _row(self, numbers: Tensor) -> BucketRow:
+        return BucketRow(numbers, self._spec, self._parameters)
+
+    def _make_row(self) -> BucketRow:
+        return self._row(torch.empty_like(self.numbers))
+
+    @property
+    def flags(self) -> Tensor:
+        """For each parameter the share of slices that have not used it; that of absent ones; signals; weight; loss."""
+        return self._result.flags.real
 
     def change_group(self) -> None:
         """Leave the memory that the ranks of an earlier group share."""
         if isinstance(self.exchange, SharedMemoryExchange):
             self.exchange.abandon()
-            self._lay_out(self.numbers.clone())
-            self.exchange = AllReduceExchange(self.numbers, self._gradients_end)
+            numbers = self.numbers
+            self._exchange_by_messages()
+            self.numbers.copy_(numbers)
 
     def clear(self) -> None:
         """Begin a new synchronisation; an interrupted one, which uses the same memory, is completed first."""
         self.exchange.abandon()
-        self._ready = [False] * len(self._parameters)
-        self._missing = len(self._parameters)
+        self._sums.begin_step()
+        self._begin_slice()
         self.launched = False
 
+    def _begin_slice(self) -> None:
+        self._ready = [False] * len(self._parameters)
+        self._missing = len(self._parameters)
+
     def take(self, slot: int) -> None:
-        """Copy the gradient of a parameter."""
+        """Copy the gradient of a parameter, or add it to those of an earlier slice."""
         parameter = self._parameters[slot]
-        view = self._views[slot]
+        view = self._sums.latest.views[slot]
         gradient = checked_gradient(self.names[slot], parameter)
+        if self.observer is not None:
+            self.observer(self._sums.number, self.names[slot], gradient)
         if gradient is not view:
-            view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
-            if self._as_view:
+            dense = gradient.to_dense() if gradient.is_sparse else gradient
+            if self._sums.adds:
+                view.add_(dense)
+            else:
+                view.copy_(dense)
+            if self._as_view and not self._slices.is_virtual:
                 parameter.grad = view
         if not self._ready[slot]:
             self._ready[slot] = True
@@ -106,45 +147,47 @@ class Bucket:
 
     @property
     def complete(self) -> bool:
-        """Whether every gradient was taken."""
+        """Whether every gradient of the running slice was taken."""
         return self._missing == 0
 
     def fill(self) -> None:
-        """Complete the bucket: take gradients that were accumulated earlier, and zeros for the others."""
+        """Complete the running slice: take gradients that were accumulated earlier, and zeros for the others."""
         for slot, ready in enumerate(self._ready):
             if ready:
                 continue
             if self._parameters[slot].grad is not None:
                 self.take(slot)
+            elif self._sums.adds:
+                self._sums.latest.views[slot].add_(0.0)  # as where zeros are stored and added: -0.0 becomes 0.0
             else:
-                self._views[slot].zero_()
+                self._sums.latest.views[slot].zero_()
+
+    def end_slice(self, sent: Synchronization, *, absent: bool) -> None:
+        """Add the running slice, which is complete, to the sums; `absent`: it has no samples."""
+        row = self._sums.latest
+        flags = self._own_flags if self._sums.adds else row.flags
+        flags.write(None if self.complete else self._ready, sent, absent=absent)
+        if self._sums.adds:
+            row.flags.numbers.add_(flags.numbers)
+        self._sums.end_slice()
+
+    def next_slice(self) -> None:
+        """Begin another slice of this rank's."""
+        self._sums.next_slice()
+        self._begin_slice()
 
     def exchange_by_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
         """Let a comm hook average the gradients from now on."""
         self.exchange = CommHookExchange(self.numbers, self._gradients_end, hook, state, self)
 
     def launch(self, group: Any, sent: Synchronization, *, absent: bool) -> None:
-        """Begin the exchange; the unused parameters of a rank that is `absent` (no samples) do not count."""
+        """End this rank's last slice, and begin the exchange."""
         self.launched = True
-        self._group = group
-        self._flags.zero_()
-        count = len(self._parameters)
-        if absent:
-            self._flags[count] = 1
-        elif not self.complete:
-            unused = [0.0 if ready else 1.0 for ready in self._ready]
-            self._flags[:count] = torch.tensor(unused, device=self._flags.device)
-        if self._signals is not None and any(sent.signals):
-            self._signals.copy_(torch.tensor(sent.signals, device="cpu"))
-        if self._loss is not None and sent.loss is not None:
-            torch.sub(sent.loss, sent.loss, out=self._loss)  # 0 or NaN, without waiting for the device
-        weight = sent.weight
-        if weight is not None:
-            # In shared memory, each bucket is divided while it is summed; elsewhere, and for sparse gradients, when
-            # the digits in the last bucket's flags have arrived.
-            self.exchange.divide_by(weight)
-            if self._loss is not None:
-                self._weight.copy_(weight.digits(self._weight.device), non_blocking=True)
+        self.end_slice(sent, absent=absent)
+        if sent.weight is not None:
+            # In shared memory, each bucket may be divided while it is summed; otherwise, and for sparse gradients, it
+            # is when the digits in the last bucket's flags have arrived.
+            self.exchange.divide_by(sent.weight)
         self.exchange.launch(group, sent.scale)
 
     def factor_of(self, weight: MeanWeight | None, numbers: Sequence[float] | None) -> Tensor | float:
@@ -154,46 +197,47 @@ class Bucket:
         """
         if weight is None:
             return 1.0
-        digits = self._weight if numbers is None else numbers[_WEIGHT]
-        return weight.factor_of_means(digits, self._group.size())
+        digits = self.flags[WEIGHT] if numbers is None else numbers[WEIGHT]
+        return weight.factor_of_means(digits, self._slices.count)
 
     def read_flags(self, numbers: Sequence[float]) -> list[nn.Parameter]:
-        """Store the received `flags`; return the parameters that some rank with samples has not used."""
+        """Store the received `flags`; return the parameters that some slice with samples has not used."""
         count = len(self._parameters)
         self.received = [*numbers[count + 1 : count + 1 + self._spec.num_signals]]
         self.losses_are_finite = not math.isnan(numbers[-1])
         return [parameter for parameter, share in zip(self._parameters, numbers, strict=False) if share > 0]
 
     def finish(self, numbers: Sequence[float] | None, *, is_finite: bool, factor: Tensor | float) -> None:
-        """Give each parameter its averaged gradient; those used on no rank with samples keep theirs: none.
+        """Give each parameter its averaged gradient; those used in no slice with samples keep theirs: none.
 
         `numbers` are the `flags`, on the host; without, this rank has all gradients, so each parameter was used.
         `is_finite` tells whether what was received, in all buckets, is finite; averages are multiplied by `factor`.
         """
         unused: set[int] = set()
         if numbers is not None and not self.complete:
-            unused = self._unused_on_all_ranks(numbers)
+            unused = self._unused_in_all_slices(numbers)
         self.exchange.complete(is_finite=is_finite, unused=unused)
         if isinstance(factor, Tensor) or factor != 1:
             self.exchange.multiply(factor)
         for slot, parameter in enumerate(self._parameters):
             if slot in unused:
                 continue
+            view = self._result.views[slot]
             if self._as_view:
-                if parameter.grad is not self._views[slot]:
-                    parameter.grad = self._views[slot]
+                if parameter.grad is not view:
+                    parameter.grad = view
             elif parameter.grad is None or parameter.grad.is_sparse:
-                parameter.grad = self._views[slot].clone()
+                parameter.grad = view.clone()
             else:
-                parameter.grad.copy_(self._views[slot])
+                parameter.grad.copy_(view)
 
-    def _unused_on_all_ranks(self, numbers: Sequence[float]) -> set[int]:
-        """Return the slots of the parameters that no rank with samples has used."""
-        # In whole ranks: NCCL multiplies by 1/N before it adds, so N shares need not make 1.
-        world_size = self._group.size()
+    def _unused_in_all_slices(self, numbers: Sequence[float]) -> set[int]:
+        """Return the slots of the parameters that no slice with samples has used."""
+        # In whole slices: NCCL multiplies by 1/N before it adds, so N shares need not make 1.
+        count = self._slices.count
         absent = numbers[len(self._parameters)]
         missing = [slot for slot, ready in enumerate(self._ready) if not ready]
-        return {slot for slot in missing if (numbers[slot] + absent) * world_size > world_size - 0.5}
+        return {slot for slot in missing if (numbers[slot] + absent) * count > count - 0.5}
 
     # PyTorch's GradBucket.
 
@@ -207,7 +251,7 @@ class Bucket:
 
     def gradients(self) -> list[Tensor]:
         """Return the gradients, as views of the buffer."""
-        return list(self._views)
+        return list(self._result.views)
 
     def parameters(self) -> list[Tensor]:
         """Return the parameters."""
@@ -236,12 +280,3 @@ def checked_gradient(name: str, parameter: nn.Parameter) -> Tensor:
             "it to the loss, and call loss.backward()."
         )
     return gradient
-
-
-def _slot(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
-    """Return the parameter's place, with its strides if its memory is dense, as autograd wants them."""
-    count = parameter.numel()
-    place = flat[offset : offset + count]
-    if parameter.is_contiguous() or not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-        return place.view(parameter.shape)
-    return place.as_strided(parameter.shape, parameter.stride(), place.storage_offset())

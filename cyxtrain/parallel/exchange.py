@@ -1,6 +1,7 @@
 """How the numbers of a bucket become means over ranks.
 
-By an all_reduce; in shared memory; by a comm hook; in half precision. (As low-rank matrices: `compression.py`.)
+By an all_reduce; in shared memory; in the order of slices; by a comm hook; in half precision. (As low-rank matrices:
+`compression.py`.)
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing_extensions import override
 
 from cyxtrain.ring import CallOptions, MeanWeight, SharedGradientBuffer
 from cyxtrain.world.consensus import backends_of
+from cyxtrain.world.slices import Slices, additions_of_rows, rows_by_rank
 
 _ASYNCHRONOUS = CallOptions(asyncOp=True)
 _AVERAGING = ("ring", "nccl")  # backends with ReduceOp.AVG, which Gloo, for one, has not
@@ -127,9 +129,10 @@ class AllReduceExchange(GradientExchange):
 class SharedMemoryExchange(GradientExchange):
     """A bucket in memory that all ranks share: nothing is sent."""
 
-    def __init__(self, shared_buffer: SharedGradientBuffer, gradients_end: int) -> None:
+    def __init__(self, shared_buffer: SharedGradientBuffer, gradients_end: int, *, is_mean_of_ranks: bool) -> None:
         super().__init__(shared_buffer.tensor, gradients_end)
         self._shared_buffer = shared_buffer
+        self._is_mean_of_ranks = is_mean_of_ranks  # and not one of slices
 
     @override
     def launch(self, group: Any, scale: float) -> None:
@@ -147,11 +150,98 @@ class SharedMemoryExchange(GradientExchange):
 
     @override
     def divide_by(self, weight: MeanWeight) -> None:
-        self._shared_buffer.divide_by(weight, len(self._gradients))
+        if self._is_mean_of_ranks:
+            self._shared_buffer.divide_by(weight, len(self._gradients))
 
     @override
     def multiply(self, factor: Tensor | float) -> None:
-        """Do nothing: they were multiplied when they were added up."""
+        """Multiply the gradients of slices; those of ranks were multiplied when they were added up."""
+        if not self._is_mean_of_ranks:
+            super().multiply(factor)
+
+
+def padded(count: int, slices: Slices) -> int:
+    """Return how many elements a row of `SliceExchange` has: as many for each rank."""
+    if not slices.is_virtual:
+        return count
+    return -(-count // slices.num_ranks) * slices.num_ranks
+
+
+class SliceExchange(GradientExchange):
+    """The mean over slices, in the order of their tree: the same bits on any number of ranks, over any backend.
+
+    Each rank adds up its part of all ranks' rows, and sends the result to the others.
+
+    Cost: the bytes of an all_reduce, if each rank has one row; each further row, its elements once.
+
+    Args:
+        rows: This rank's, `padded`; the first one receives the result.
+        numbers: The first row without padding.
+        slices: Those of this rank.
+        divisor: By which the sum is divided.
+    """
+
+    def __init__(
+        self, rows: Sequence[Tensor], numbers: Tensor, gradients_end: int, slices: Slices, divisor: int
+    ) -> None:
+        super().__init__(numbers, gradients_end)
+        self._divisor = divisor
+        self._rows = rows
+        self._slices = slices
+        self._group: Any = None
+        by_rank = rows_by_rank(slices)
+        self._part = len(rows[0]) // slices.num_ranks
+        self._sizes = [len(of_rank) * self._part for of_rank in by_rank]  # elements that each rank sends to this one
+        # Two numbers are added with the same result in either order: any all_reduce does.
+        self._is_one_addition = [*map(len, by_rank)] == [1, 1]
+        self._received: Tensor | None = None
+
+    @override
+    def launch(self, group: Any, scale: float) -> None:
+        self._group = group
+        num_ranks = self._slices.num_ranks
+        if num_ranks == 1:
+            return
+        if self._is_one_addition:
+            self._pending = [dist.all_reduce(self._numbers, dist.ReduceOp.SUM, group, async_op=True)]
+            return
+        sent = self._rows[0]
+        if len(self._rows) > 1:
+            sent = torch.stack([row.view(num_ranks, -1) for row in self._rows], dim=1).view(-1)
+        self._received = sent.new_empty(sum(self._sizes))
+        equal = [len(self._rows) * self._part] * num_ranks
+        work = dist.all_to_all_single(self._received, sent, self._sizes, equal, group, async_op=True)
+        self._pending = [work]
+
+    @override
+    def launch_second_round(self) -> None:
+        if self._received is None:
+            return
+        for work in self._pending:
+            work.wait()
+        parts = self._received.view(-1, self._part)
+        self._received = None
+        for into, source in additions_of_rows(self._slices):
+            parts[into].add_(parts[source])
+        everywhere = [*self._rows[0].view(self._slices.num_ranks, -1)]
+        self._pending = [dist.all_gather(everywhere, parts[0], self._group, async_op=True)]
+
+    @override
+    def _store(self) -> None:
+        if self._divisor > 1:
+            self._numbers.div_(self._divisor)
+
+
+def sum_over_slices(rows: Sequence[Tensor], slices: Slices, group: Any) -> Tensor:
+    """Return the sum of vectors that the ranks have, as many as `rows_of`, in the order of the tree of slices."""
+    count = len(rows[0])
+    whole = padded(count, slices)
+    longer = [torch.nn.functional.pad(row, (0, whole - count)) for row in rows]
+    exchange = SliceExchange(longer, longer[0][:count], count, slices, 1)
+    exchange.launch(group, 1.0)
+    exchange.launch_second_round()
+    exchange.wait()
+    return longer[0][:count]
 
 
 class CommHookExchange(GradientExchange):

@@ -44,10 +44,15 @@ class BucketSpec:
     @property
     def count(self) -> int:
         """Elements of the flat tensor, flags and signals included."""
-        gradients_and_flags = self.flags_offset + len(self.parameters) + 1
+        return self.flags_offset + self.num_flags
+
+    @property
+    def num_flags(self) -> int:
+        """Elements after the gradients."""
+        of_parameters = len(self.parameters) + 1
         if not self.num_signals:
-            return gradients_and_flags
-        return gradients_and_flags + self.num_signals + DIGITS + 1
+            return of_parameters
+        return of_parameters + self.num_signals + DIGITS + 1
 
 
 def bucket_layout(

@@ -22,7 +22,7 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.environment import accelerator, torch_compat
 from cyxtrain.environment.allocator import keep_freed_memory
 from cyxtrain.errors import ConfigError, DistributedTrainingError, shortened
-from cyxtrain.parallel.bucket import STEP_LATER, Bucket, checked_gradient
+from cyxtrain.parallel.bucket import STEP_LATER, Bucket, GradientObserver, checked_gradient
 from cyxtrain.parallel.compression import install_compression
 from cyxtrain.parallel.consistency.broadcasting import tensors_of
 from cyxtrain.parallel.finite import all_finite, values_of
@@ -31,8 +31,9 @@ from cyxtrain.parallel.sparse_gradients import SparseGradients, split_sparse
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.parallel.sync_flags import SyncFlags
 from cyxtrain.parallel.synchronization import Synchronization
-from cyxtrain.ring import SharedGradientBuffer, gradient_buffers_of, is_ring
+from cyxtrain.ring import RowSum, SharedGradientBuffer, gradient_buffers_of, is_ring
 from cyxtrain.world import runtime
+from cyxtrain.world.slices import Slices, additions_of_rows, rows_by_rank
 from cyxtrain.world.world import World
 
 _REENTRANT = "Gradient checkpointing runs one backward inside another: give it use_reentrant=False."
@@ -42,9 +43,19 @@ _open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers wit
 
 
 class Reducer:
-    """The buckets of a module's trained parameters, and the hooks that fill them."""
+    """The buckets of a module's trained parameters, and the hooks that fill them.
 
-    def __init__(self, model: nn.Module, config: DDPConfig, world: World, num_signals: int = NUM_SIGNALS) -> None:
+    Gradients are those of a slice per rank; of several slices, a rank ends each but its last one by `end_slice`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        config: DDPConfig,
+        world: World,
+        num_signals: int = NUM_SIGNALS,
+        slices: Slices | None = None,
+    ) -> None:
         keep_freed_memory()  # autograd's own gradients are freed in each step, when they were copied to a bucket
         parameters = trained_parameters(model)
         self._model = model
@@ -57,17 +68,14 @@ class Reducer:
         dense, sparse = split_sparse(parameters, model)
         self._sparse = SparseGradients(sparse)
         layout = _layout(dense, sparse, config, num_signals)
-        shared_buffers = _gradient_buffers(layout, config, world)
-        self._buckets = [
-            Bucket(spec, dense, index, spec is layout[-1], shared_buffer, as_view=config.gradient_as_bucket_view)
-            for index, (spec, shared_buffer) in enumerate(zip(layout, shared_buffers, strict=True))
-        ]
+        self._buckets = _make_buckets(layout, dense, config, world, slices or Slices.of(world))
         self.low_rank = install_compression(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
         self._world = world
         self._current_run: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
+        self._has_sums = False  # whether slices of the running step have ended
         self.flags = SyncFlags(self._buckets, self._names)
         self.held = False  # whether backward accumulates locally
         self.next_sync = Synchronization()  # what the next backward sends with its gradients
@@ -76,6 +84,7 @@ class Reducer:
         self._first_tensor = torch_compat.tensor_of(self._trained[0]) if self._trained else 0
         self._comm_hook: tuple[Any, Callable[[Any, Any], Any]] | None = None
         self._device_waits: accelerator.Stopwatch | None = None
+        self._observer: GradientObserver | None = None
         self._handles: list[Any] = []  # of the hooks on parameters
         self._newer: weakref.WeakSet[Reducer] = weakref.WeakSet()  # reducers of the same parameters, made later
         self._add_hooks([[dense[number][1] for number in spec.parameters] for spec in layout])
@@ -110,6 +119,7 @@ class Reducer:
         self.unsynced = earlier.unsynced
         self.next_sync = earlier.next_sync
         self.flags.take_over(earlier.flags)
+        self.observe(earlier._observer)
         self.seconds = earlier.seconds
         self._device_waits = earlier._device_waits
         if earlier._comm_hook is not None:
@@ -197,6 +207,33 @@ class Reducer:
         for other in _open_reducers:
             other._newer.discard(self)
 
+    def observe(self, observer: GradientObserver | None) -> None:
+        """Let `observer` see the dense gradients of this rank's slices from now on; None: nobody."""
+        self._observer = observer
+        for bucket in self._buckets:
+            bucket.observer = observer
+
+    def end_slice(self, *, absent: bool) -> None:
+        """Add what has accumulated in `.grad` to the sums of the step, and begin the next slice of this rank.
+
+        `absent`: the slice has no samples.
+        """
+        self._begin()
+        for bucket in self._buckets:
+            bucket.fill()
+            bucket.end_slice(self.next_sync, absent=absent)
+            bucket.next_slice()
+        self._has_sums = True
+        self.next_sync.end_slice()
+        self.unsynced = False
+        for parameter in self._trained:
+            parameter.grad = None
+
+    def discard(self) -> None:
+        """Forget what has accumulated, and was not averaged."""
+        self.unsynced = False
+        self._has_sums = False
+
     def synchronize(self, world: World, *, absent: bool = False, refuses_unused: bool = False) -> None:
         """Average what has accumulated in `.grad`; a rank that is `absent` has no samples: zeros.
 
@@ -248,11 +285,14 @@ class Reducer:
         torch_compat.call_after_backward(backward.at_end)
 
     def _begin(self) -> None:
+        """Begin a synchronisation, unless an earlier slice of the step has."""
+        self._absent = False
+        if self._has_sums:
+            return
         self.flags.read()  # of the previous synchronisation, if they are still on their way
         for bucket in self._buckets:
             bucket.clear()
         self._next_bucket = 0
-        self._absent = False
 
     def _launch(self, *, rest: bool = False) -> None:
         """Launch the next buckets that are complete; or the rest, with zeros for what is missing."""
@@ -282,6 +322,7 @@ class Reducer:
         finally:
             self._current_run = None
             self._versions = None
+            self._has_sums = False
             self.next_sync = Synchronization()
         self.unsynced = False
         self.flags.end_synchronization(flags_by_bucket, unused, refuses_unused=refuses_unused)
@@ -367,14 +408,34 @@ def _layout(
     return [BucketSpec((), (), 0, torch.float32, sparse[0][1].device, num_signals)]
 
 
+def _make_buckets(
+    layout: Sequence[BucketSpec],
+    dense: Sequence[tuple[str, nn.Parameter]],
+    config: DDPConfig,
+    world: World,
+    slices: Slices,
+) -> list[Bucket]:
+    """Return the buckets of a layout. All ranks call it."""
+    as_view = config.gradient_as_bucket_view
+    shared_buffers = _gradient_buffers(layout, config, world, slices)
+    return [
+        Bucket(spec, dense, index, spec is layout[-1], slices, shared_buffer, as_view=as_view)
+        for index, (spec, shared_buffer) in enumerate(zip(layout, shared_buffers, strict=True))
+    ]
+
+
 def _gradient_buffers(
-    layout: Sequence[BucketSpec], config: DDPConfig, world: World
+    layout: Sequence[BucketSpec], config: DDPConfig, world: World, slices: Slices
 ) -> Sequence[SharedGradientBuffer | None]:
     """Return memory for each bucket that all ranks share, if they can. All ranks call it."""
     are_on_cpu = all(spec.device.type == "cpu" for spec in layout)
-    if config.compression is not None or not are_on_cpu:
+    if config.compression is not None or not are_on_cpu or world.size == 1:
         return [None] * len(layout)
-    return gradient_buffers_of(world.cpu_tensors, [(spec.count, spec.dtype) for spec in layout])
+    row_sum = None
+    if slices.is_virtual:
+        num_rows = tuple(map(len, rows_by_rank(slices)))
+        row_sum = RowSum(num_rows, additions_of_rows(slices), slices.count)
+    return gradient_buffers_of(world.cpu_tensors, [(spec.count, spec.dtype) for spec in layout], row_sum)
 
 
 class _Backward:

@@ -21,8 +21,8 @@ class Synchronization:
         signals: Of this rank, `DistributedDataParallel.num_signals` of them or none, each 0 or 1; they cost nothing.
 
     Attributes:
-        loss: The sum of this rank's losses, 0-dim; None: none is watched.
-        weight: That of this rank's losses; None: it does not travel.
+        loss: The sum of the losses of this rank's running slice, 0-dim; None: none is watched.
+        weight: That of these losses; None: it does not travel.
         factor: By which the averages were multiplied.
         is_sent: Whether gradients were averaged; in a world of one, which has nobody to send to, from the beginning.
         has_changed_averages: Whether the step has multiplied the averages: they are checked once more.
@@ -58,6 +58,11 @@ class Synchronization:
             provisional_divisor: A power of two near the sum of weights, the same on every rank: nothing is rounded.
         """
         self.weight = MeanWeight(weight, provisional_divisor)
+
+    def end_slice(self) -> None:
+        """Begin the next slice: the loss and the weight of this one are among the gradients."""
+        self.loss = None
+        self.weight = None
 
     def complete(self, factor: Tensor | float, received: Callable[[], Sequence[float]]) -> None:
         """Store what has come back; `received` returns the signals."""

@@ -17,16 +17,23 @@ from cyxtrain.config import DDPConfig
 from cyxtrain.config.settings import require, unknown_name
 from cyxtrain.environment import torch_compat
 from cyxtrain.errors import ConfigError
+from cyxtrain.parallel.bucket import GradientObserver
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.consistency.broadcasting import SharedBuffers, share_tensors, tensors_of
 from cyxtrain.parallel.consistency.replicas import check_replicas, check_same_module
+from cyxtrain.parallel.consistency.slice_buffers import SliceBuffers
+from cyxtrain.parallel.exchange import sum_over_slices
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
 from cyxtrain.parallel.step_report import Report
 from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.world import runtime
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
+
+ALL_SLICES = -1
+"""In place of the number of a slice: the average over all of them."""
 
 
 class DistributedDataParallel(nn.Module):
@@ -72,12 +79,64 @@ class DistributedDataParallel(nn.Module):
         self._reducer: Reducer | None = None
         self._sharing = SharedBuffers(model)
         self._latest = _StepState()
+        self._slices: Slices | None = None  # None: one per rank
         if world.size > 1:
             torch_compat.require_end_of_backward()
             check_same_module(model, world)
             if self.config.broadcast_parameters:
                 share_tensors(world, [*model.parameters(), *model.buffers()], self._names)
             self._reducer = Reducer(model, self.config, world, self.num_signals)
+
+    def use_slices(self, slices: Slices) -> None:
+        """Average the gradients of slices from now on, with the same bits on any number of ranks. All ranks call it.
+
+        Each backward but the last of a step is within `no_sync`; call `end_slice` after each slice but the last.
+
+        Args:
+            slices: Those of this rank, the same number of them in all on every rank.
+        """
+        if slices == self._slices:
+            return
+        torch_compat.require_end_of_backward()
+        self._slices = slices
+        reducer = Reducer(self.module, self.config, self.world, self.num_signals, slices)
+        if self._reducer is not None:
+            reducer.take_over(self._reducer)
+        self._reducer = reducer
+
+    def end_slice(self) -> None:
+        """Add the gradients of one of this rank's slices, which is not its last one, to the sums of the step."""
+        if self._reducer is not None:
+            self._reducer.end_slice(absent=not self._reducer.unsynced)
+
+    def observe(self, observer: GradientObserver | None) -> None:
+        """Let `observer` see gradients from now on, those of this rank's slices as they are added up; None: nobody.
+
+        A world of one without virtual ranks adds nothing up: there it sees the averages only.
+        """
+        self._latest.observer = observer
+        if self._reducer is not None:
+            self._reducer.observe(observer)
+
+    def show_averages(self) -> None:
+        """Show the averaged gradients to the observer, if there is one."""
+        observer = self._latest.observer
+        if observer is None:
+            return
+        for name, parameter in self.module.named_parameters():
+            if parameter.grad is not None:
+                observer(ALL_SLICES, name, parameter.grad)
+
+    @property
+    def slices(self) -> Slices:
+        """The slices of a step, of which this rank has some; by default one per rank."""
+        return self._slices or Slices.of(self.world)
+
+    def begin_buffers(self) -> SliceBuffers:
+        """Return what joins the buffers of the slices of a step."""
+        slices = self.slices
+        group = self.world.cpu_tensors
+        return SliceBuffers(self.module, slices, lambda rows: sum_over_slices(rows, slices, group))
 
     @property
     def world(self) -> World:
@@ -245,7 +304,7 @@ class DistributedDataParallel(nn.Module):
             sync.complete(1.0, lambda: sync.signals)
         else:
             self._reducer.next_sync = sync
-            self._reducer.unsynced = False
+            self._reducer.discard()
         return sync
 
     @property
@@ -360,7 +419,7 @@ class DistributedDataParallel(nn.Module):
         Floating-point ones become the mean over ranks, weighted by samples of training forwards since the last time;
         others take rank 0's values. Identical ones are not modified.
         """
-        if self._reducer is not None:
+        if self._reducer is not None and self.world.size > 1:
             self._share_buffers(tensors_of(self.module)[1])
 
     def _share_buffers(self, buffers: Sequence[Tensor], *, before_step: bool = False) -> None:
@@ -381,7 +440,7 @@ class DistributedDataParallel(nn.Module):
         has_begun = reducer.next_sync is self._latest.sync
         if not has_begun and not reducer.held:
             self._follow_module(parameters)
-        if buffers and self.training:
+        if buffers and self.training and self._slices is None:
             self._share_before_step(buffers)
 
     def _share_before_step(self, buffers: Sequence[Tensor]) -> None:
@@ -403,9 +462,9 @@ class DistributedDataParallel(nn.Module):
             return
         world = self.world
         check_same_module(self.module, world)
-        if self.config.broadcast_parameters:
+        if self.config.broadcast_parameters and world.size > 1:
             share_tensors(world, reducer.new_parameters(parameters), self._names)
-        self._reducer = Reducer(self.module, self.config, world, self.num_signals)
+        self._reducer = Reducer(self.module, self.config, world, self.num_signals, self._slices)
         self._reducer.take_over(reducer)
 
     def close(self) -> None:
@@ -473,6 +532,7 @@ class _StepState:
     rows: int = 0  # rows of training forwards, since buffers were shared
     expected_rows: int | None = None  # rows of the next forward, if set
     is_suspended: bool = False  # whether another wrapper averages
+    observer: GradientObserver | None = None  # what sees gradients
 
 
 def unwrap(model: nn.Module) -> tuple[list[DistributedDataParallel], nn.Module]:

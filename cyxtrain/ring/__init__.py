@@ -27,6 +27,7 @@ from cyxtrain.ring.rendezvous.record import RankRecord
 from cyxtrain.ring.rendezvous.store import reach_store, reach_tcp_store, serve_store, share_tcp_store
 from cyxtrain.ring.rendezvous.store_client import StoreClient, StoreLostError
 from cyxtrain.ring.schedules.kernels import memory_of
+from cyxtrain.ring.schedules.summation import RowSum, binary_tree
 from cyxtrain.ring.wire.link import Deadline
 from cyxtrain.ring.wire.payload import is_finite
 from cyxtrain.ring.work import CallOptions
@@ -41,10 +42,12 @@ __all__ = [
     "RankProbe",
     "RankRecord",
     "RingProcessGroup",
+    "RowSum",
     "SharedGradientBuffer",
     "StoreClient",
     "StoreLostError",
     "await_all_ranks",
+    "binary_tree",
     "fail",
     "failure_of",
     "gradient_buffers_of",

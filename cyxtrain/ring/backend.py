@@ -21,6 +21,7 @@ from cyxtrain.ring.gradient_buffer import SharedGradientBuffer
 from cyxtrain.ring.group import Group
 from cyxtrain.ring.monitoring.group_registry import WORLD_GROUPS, GroupRegistry
 from cyxtrain.ring.process_group import RingOperations
+from cyxtrain.ring.schedules.summation import RowSum
 from cyxtrain.ring.work import DoneWork, KeptDoneWork, KeptPostedWork, MessageWork, PostedWork
 
 # To drop PyTorch before 2.14, delete this branch and legacy_backend.py.
@@ -144,11 +145,13 @@ def transport_of(group: Any) -> str:
     return group.transport if is_ring(group) else ""
 
 
-def gradient_buffers_of(group: Any, kinds: Sequence[tuple[int, torch.dtype]]) -> Sequence[SharedGradientBuffer | None]:
+def gradient_buffers_of(
+    group: Any, kinds: Sequence[tuple[int, torch.dtype]], row_sum: RowSum | None = None
+) -> Sequence[SharedGradientBuffer | None]:
     """Return memory that all ranks share for these numbers of elements, None where they cannot. All ranks call it."""
     if not is_ring(group):
         return [None] * len(kinds)
-    return group.make_gradient_buffers(kinds)
+    return group.make_gradient_buffers(kinds, row_sum)
 
 
 def register() -> None:

@@ -21,7 +21,7 @@ from cyxtrain.ring.group import Group
 from cyxtrain.ring.messages import ANY_SOURCE
 from cyxtrain.ring.schedules.algorithms import neighbouring
 from cyxtrain.ring.schedules.kernels import Reduction
-from cyxtrain.ring.schedules.summation import Span
+from cyxtrain.ring.schedules.summation import RowSum, Span
 from cyxtrain.ring.wire.payload import addresses_of, check_target, copy_back, flat_view_of, replace, write
 from cyxtrain.ring.work import MessageWork, collective, timeout_of
 
@@ -203,9 +203,11 @@ class RingOperations:
             return "Rank 0 timed out in monitoredBarrier"
         return f"Rank {error.rank} failed to pass monitoredBarrier"
 
-    def make_gradient_buffers(self, kinds: Sequence[tuple[int, torch.dtype]]) -> list[SharedGradientBuffer | None]:
+    def make_gradient_buffers(
+        self, kinds: Sequence[tuple[int, torch.dtype]], row_sum: RowSum | None = None
+    ) -> list[SharedGradientBuffer | None]:
         """Return zeroed buffers in shared memory, or None for each that cannot be; all ranks call it."""
-        return make_gradient_buffers(self._group, kinds)
+        return make_gradient_buffers(self._group, kinds, row_sum)
 
     # Several tensors at once.
 

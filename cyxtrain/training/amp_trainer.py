@@ -16,7 +16,7 @@ from torch import nn
 from cyxtrain.checkpoint.checkpoint_file import write_checkpoint
 from cyxtrain.config import AMPConfig, DistributedTrainingConfig, create_default_amp_config
 from cyxtrain.config.settings import is_number, names_checked, require, require_integer
-from cyxtrain.data.batches.batch import Batch, StreamShare
+from cyxtrain.data.batches.batch import Batch, StreamShare, StreamStep
 from cyxtrain.data.batches.collate import as_batch, check_parts
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement
 from cyxtrain.data.batches.rows import Rows
@@ -317,7 +317,7 @@ class _CurrentStep(StreamShare):
 
     def __init__(self, number: int, global_rows: int, placement: Placement) -> None:
         self.micro_batches: list[Rows] = []
-        super().__init__(number, lambda: (self.micro_batches, 0), DeviceCopier(placement))
+        super().__init__(number, lambda: StreamStep({0: self.micro_batches}, 0), DeviceCopier(placement))
         self.global_rows = global_rows
         self.calls = 0
         self.results: list[Result] = []

@@ -17,12 +17,11 @@ from typing_extensions import override
 from cyxtrain.callbacks.callback import Callbacks, Trainer, checked_callbacks
 from cyxtrain.data.batches.batch import Batch, BatchShare
 from cyxtrain.data.feed import DataInterruptedError
-from cyxtrain.data.slices import Slices
 from cyxtrain.data.sources.passes import check_ends
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums, correct_of
 from cyxtrain.metrics.whole_set import CheckedWholeSet
-from cyxtrain.optim.precision import float32_products
+from cyxtrain.optim.precision import float32_products, threads_used
 from cyxtrain.parallel import gathering_alone
 from cyxtrain.progress.display import Display, Measured, Verbosity, make_display, numbers, pace
 from cyxtrain.training.inputs.checked_data import CheckedData
@@ -32,6 +31,7 @@ from cyxtrain.training.model.snapshot import modes_kept
 from cyxtrain.training.outside_fit.gathered_outputs import Outputs, check_parts, gathered_rows
 from cyxtrain.training.outside_fit.saved_predictions import Predictions, ShardFolder
 from cyxtrain.world.agreement import ending_group_on_error, on_first, raise_together
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 _PHASES = {"test": "validating", "predict": "predicting"}
@@ -349,6 +349,7 @@ class Call(Display):
         with contextlib.ExitStack() as stack:
             stack.enter_context(contextlib.closing(self._shown))
             stack.enter_context(float32_products(self.trainer.config.float32_precision))
+            stack.enter_context(threads_used(self.trainer.config.threads_of_fit))
             stack.enter_context(ending_group_on_error(self.world))
             self.callbacks.set_trainer(self.trainer, self.rows.params(self._verbose))
             self.callbacks.call(f"{self._hook}_begin", {})

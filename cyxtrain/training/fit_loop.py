@@ -47,6 +47,7 @@ from cyxtrain.training.model.out_of_memory import memory_explained
 from cyxtrain.training.model.snapshot import put_into_training
 from cyxtrain.training.resume.resumption import Resumption
 from cyxtrain.training.state import TrainingState
+from cyxtrain.training.step.hash_log import make_hash_log
 from cyxtrain.training.step.session import Session
 from cyxtrain.training.step.training_step import TrainingStep
 from cyxtrain.training.stopping import (
@@ -98,8 +99,9 @@ class FitLoop:
         self._validates_within_epochs = plan.config.validates_within_epochs
         self._warned_params: set[str] = set()
         self._profile = Profile(plan.config.profile, self._device, plan.world)
+        hashes = make_hash_log(plan.config, state, ddp)
         self._session = Session(
-            state, plan.data, ddp, logged, ends_fit=plan.ends_on_nan, may_defer=plan.defers_verdicts
+            state, plan.data, ddp, logged, hashes, ends_fit=plan.ends_on_nan, may_defer=plan.defers_verdicts
         )
         self._put_into_training = put_into_training(state.model, *plan.data.loss.modules)
         self._after_step = self._phases_after_step()
@@ -281,7 +283,7 @@ class FitLoop:
         self._samples_before = position.samples
         self._epoch_started_at = time.perf_counter()
         step = self._session.begin_epoch()
-        seed_generators(plan.config.seed, position.epoch, position.samples, self._world.rank, self._device)
+        seed_generators(plan.config.seed, position.epoch, position.samples, plan.own_generators, self._device)
         if self._resumption is not None:
             self._resumption.restore_epoch(plan, step.totals, self._logged)
             self._resumption = None

@@ -26,6 +26,7 @@ from cyxtrain.ring import transport_of
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import Position, TrainingState
+from cyxtrain.training.step.hash_log import hashes_file
 from cyxtrain.world import runtime
 from cyxtrain.world.consensus import backends_of
 from cyxtrain.world.world import World
@@ -57,7 +58,9 @@ def explain(state: TrainingState, plan: FitPlan, ddp_config: DDPConfig) -> list[
     if ddp_config.compression:
         facts.append(("gradients", _compression(ddp_config, model, world.size)))
     facts += [
-        ("batch", _batch(plan.feed.effective_batch_size, world.size, plan.feed.rows_at_once)),
+        ("batch", _batch(plan)),
+        *_virtual_ranks(plan),
+        *_hashes(plan, state),
         ("steps", _steps(plan, state.position)),
         ("data", source.describe() + source.explain(world) + _held_out(plan) + _converted(plan)),
         *_parts_of_batches(source, plan.data.call.left_out),
@@ -211,15 +214,34 @@ def _compression(config: DDPConfig, model: nn.Module, world_size: int) -> str:
     return how
 
 
-def _batch(effective_batch_size: int, world_size: int, rows_at_once: int) -> str:
-    smallest, rest = divmod(effective_batch_size, world_size)
+def _batch(plan: FitPlan) -> str:
+    effective = plan.feed.effective_batch_size
+    smallest, rest = divmod(effective, plan.slices.count)
     largest = smallest + (rest > 0)
-    how = f"{smallest:,} per rank"
+    how = f"{smallest:,}"
     if largest > smallest:
-        how = f"{smallest:,} or {largest:,} per rank"
-    if rows_at_once < largest:
-        how += f" in micro-batches of {rows_at_once:,}"
-    return f"{how}, {effective_batch_size:,} effective"
+        how += f" or {largest:,}"
+    how += " per virtual rank" if plan.slices.is_virtual else " per rank"
+    if plan.feed.rows_at_once < largest:
+        how += f" in micro-batches of {plan.feed.rows_at_once:,}"
+    return f"{how}, {effective:,} effective"
+
+
+def _virtual_ranks(plan: FitPlan) -> Iterator[tuple[str, str]]:
+    slices = plan.slices
+    if not slices.is_virtual:
+        return
+    counts = sorted({slices.count // slices.num_ranks, -(-slices.count // slices.num_ranks)})
+    of_each = " or ".join(map(str, counts))
+    yield "slices", f"{counted(slices.count, 'virtual rank')} on {counted(slices.num_ranks, 'rank')}, {of_each} on each"
+    yield "bits", f"the same on 1 to {slices.count} ranks; not with stops by time, or callbacks that ask for the rank"
+
+
+def _hashes(plan: FitPlan, state: TrainingState) -> Iterator[tuple[str, str]]:
+    every = plan.config.log_hashes
+    if every is not None:
+        file = hashes_file(plan.config, state.run)
+        yield "hashes", f"every {counted(every, 'step')} to {file}; cyxtrain bisect compares two runs"
 
 
 def _steps(plan: FitPlan, position: Position) -> str:
@@ -295,7 +317,7 @@ def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[
         "the backend": dist.get_backend(plan.world.group),
     }
     if device.type == "cpu":
-        numerics["the number of threads per rank"] = torch.get_num_threads()
+        numerics["the number of threads per rank"] = plan.config.threads_of_fit or torch.get_num_threads()
     numerics["the precision of float32 products"] = _product_precision(device, plan.config.float32_precision)
     # A rank alone exchanges no gradients.
     if plan.world.size > 1:

@@ -46,6 +46,7 @@ from cyxtrain.training.inputs.checks import checked_ddp_config
 from cyxtrain.training.inputs.facts import value_facts
 from cyxtrain.training.inputs.plan import FitPlan, plan_fit, warn_of_data
 from cyxtrain.training.inputs.training_data import Sources, open_fit, open_rows
+from cyxtrain.training.inputs.virtual_ranks import check_settings
 from cyxtrain.training.model.compile import compiled, layers_of, recomputed
 from cyxtrain.training.model.own_steps import StepLike, check_names
 from cyxtrain.training.model.placement import checked_device
@@ -586,7 +587,9 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         arguments.callbacks = [*checked_callbacks(self.callbacks), *arguments.callbacks]
         first = self.epoch if arguments.initial_epoch is None else arguments.initial_epoch
         with recomputed(self._recomputed), self._logging():
-            plan, facts = plan_fit(arguments, self._arguments(world), sources, first)
+            own = self._arguments(world)
+            check_settings(arguments.config, own, self.ddp_config)
+            plan, facts = plan_fit(arguments, own, sources, first)
         for name, rates in self._state.rates.items():
             facts |= scheduler_facts(check_rates(rates, plan.config, plan.length.scheduled(rates)), name)
         plan.callbacks.set_trainer(self, plan.params(first + plan.length.epochs))

@@ -366,7 +366,7 @@ def train_both_ways():
     dist.all_reduce(torch.zeros(SHORT_BYTES))  # what passes through memory in common makes that now, not while we look
     in_common, used = train_a_little()
     make = RingProcessGroup.make_gradient_buffers
-    RingProcessGroup.make_gradient_buffers = lambda _, kinds: [None] * len(kinds)
+    RingProcessGroup.make_gradient_buffers = lambda _, kinds, *__: [None] * len(kinds)
     apart, used_too = train_a_little()
     RingProcessGroup.make_gradient_buffers = make
     return used, used_too, in_common == apart

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -18,8 +18,8 @@ from cyxtrain.data.batches.prefetch import DeviceCopier, call_early, prefetch_on
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.batches.structure import Tree, num_rows
 from cyxtrain.data.sampler import Indices
-from cyxtrain.data.slices import Slices
 from cyxtrain.errors import shortened
+from cyxtrain.world.slices import Slices
 
 
 @dataclass
@@ -41,6 +41,13 @@ class Batch:
     def labels(self) -> Tree | None:
         """What metrics compare outputs with: the targets, or labels among inputs by name."""
         return labels_of(self.inputs, self.targets)
+
+
+class Part(NamedTuple):
+    """One slice of a step: its number, and which of the rank's micro-batches it has."""
+
+    number: int
+    batches: range
 
 
 class Share(ABC):
@@ -68,6 +75,11 @@ class Share(ABC):
     def __len__(self) -> int:
         """Return the number of micro-batches."""
 
+    @property
+    @abstractmethod
+    def parts(self) -> Sequence[Part]:
+        """The slices of this rank: without virtual ranks, one."""
+
     @abstractmethod
     def _fetch(self, index: int) -> Rows:
         """Return the samples of a micro-batch, before they are placed on the device."""
@@ -77,7 +89,11 @@ class Share(ABC):
         """Describe some samples of this share, counted from 0 over its micro-batches, as users know them."""
 
     def __iter__(self) -> Iterator[Batch]:
-        for index in range(len(self)):
+        return self.batches(range(len(self)))
+
+    def batches(self, numbers: range) -> Iterator[Batch]:
+        """Yield some micro-batches, one after the other."""
+        for index in numbers:
             self._latest = index
             receive = self._begun_or_sent(index)
             assert receive is not None
@@ -122,20 +138,24 @@ class Share(ABC):
 
 
 class RowShare(Share):
-    """Rows by number; if `keeps`, `fetch` gives each micro-batch once, in order, otherwise in each iteration."""
+    """Rows by number: `pieces` has the micro-batches of each slice of this rank.
+
+    If `keeps`, `fetch` gives each micro-batch once, in order, otherwise in each iteration.
+    """
 
     def __init__(
         self,
         number: int,
         global_rows: int,
-        pieces: Sequence[Indices],
+        pieces: Mapping[int, Sequence[Indices]],
         fetch: Callable[[Indices], Rows],
         copier: DeviceCopier,
         *,
         keeps: bool,
     ) -> None:
         super().__init__(number, global_rows, copier)
-        self._pieces = pieces
+        self._pieces = [piece for of_slice in pieces.values() for piece in of_slice]
+        self._parts = parts_of(pieces)
         self._fetch_rows = fetch
         self._keeps = keeps
         self._kept: list[Rows] = []
@@ -148,6 +168,11 @@ class RowShare(Share):
     @override
     def __len__(self) -> int:
         return len(self._pieces)
+
+    @property
+    @override
+    def parts(self) -> Sequence[Part]:
+        return self._parts
 
     @override
     def _fetch(self, index: int) -> Rows:
@@ -163,40 +188,65 @@ class RowShare(Share):
         return _numbered([int(indices[row]) for row in rows])
 
 
-class StreamShare(Share):
-    """Batches of a stream for one step: `read`, called once, returns them, and how many batches were read for them."""
+class StreamStep(NamedTuple):
+    """What was read of a stream for one step."""
 
-    def __init__(self, number: int, read: Callable[[], tuple[list[Rows], int]], copier: DeviceCopier) -> None:
+    batches: Mapping[int, Sequence[Rows]]  # of each slice of this rank
+    num_read: int  # batches that were read for it, by all ranks that share the data
+
+
+class StreamShare(Share):
+    """Batches of a stream for one step: `read` is called once."""
+
+    def __init__(self, number: int, read: Callable[[], StreamStep], copier: DeviceCopier) -> None:
         super().__init__(number, 0, copier)
         self._read = read
-        self._result: Callable[[], tuple[list[Rows], int]] | None = None
+        self._result: Callable[[], StreamStep] | None = None
 
-    def _get(self) -> tuple[list[Rows], int]:
+    def _get(self) -> StreamStep:
         if self._result is None:
             self._result = call_early(self._read)
         return self._result()
 
+    def _rows(self) -> list[Rows]:
+        return [rows for of_slice in self._get().batches.values() for rows in of_slice]
+
     @property
     def batches_read(self) -> int:
         """How many batches were read for this step, by all ranks that share the data."""
-        return self._get()[1]
+        return self._get().num_read
 
     @property
     @override
     def rows(self) -> int:
-        return sum(num_rows(rows.inputs) for rows in self._get()[0])
+        return sum(num_rows(rows.inputs) for rows in self._rows())
 
     @override
     def __len__(self) -> int:
-        return len(self._get()[0])
+        return len(self._rows())
+
+    @property
+    @override
+    def parts(self) -> Sequence[Part]:
+        return parts_of(self._get().batches)
 
     @override
     def _fetch(self, index: int) -> Rows:
-        return self._copied(self._get()[0][index])
+        return self._copied(self._rows()[index])
 
     @override
     def describe(self, rows: Sequence[int]) -> str:
         return f"{_numbered(rows)} of this rank's part of the step"  # a stream numbers no samples
+
+
+def parts_of(batches: Mapping[int, Sequence[object]]) -> list[Part]:
+    """Return the parts of a step that has these micro-batches of each slice."""
+    parts = []
+    first = 0
+    for number, of_slice in batches.items():
+        parts.append(Part(number, range(first, first + len(of_slice))))
+        first += len(of_slice)
+    return parts
 
 
 def _numbered(samples: Sequence[int]) -> str:

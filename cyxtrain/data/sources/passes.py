@@ -13,13 +13,14 @@ import torch
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import BatchShare, Share, StreamShare
+from cyxtrain.data.batches.batch import BatchShare, Share, StreamShare, StreamStep
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, sampled_hash
 from cyxtrain.data.batches.structure import dtypes_of, example_of, form_of, num_rows
 from cyxtrain.data.feed import DataInterruptedError, Feed, Place
 from cyxtrain.data.sources.source import Source
 from cyxtrain.errors import ConfigError, counted, on_all_ranks, warn
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 INTERRUPTED = -(1 << 40)  # read by a rank whose data cannot continue: below zero, whatever the others have
@@ -108,6 +109,7 @@ class PassFeed(Feed):
 
     def __init__(self, config: DistributedTrainingConfig, world: World, *, reads_once: bool) -> None:
         self._world = world
+        self._slices = Slices.of(world, config.virtual_ranks)
         self._reads_once = reads_once
         self._endless = config.steps_per_epoch is not None
         ends_by_steps = config.max_steps is not None and config.epochs >= config.max_steps
@@ -148,10 +150,10 @@ class PassFeed(Feed):
         """Begin a pass; when a fit resumes, after what was read of it before."""
 
     @abstractmethod
-    def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
-        """Return this rank's micro-batches of the next step, and how many batches the step counts for."""
+    def _read(self, copier: DeviceCopier) -> StreamStep:
+        """Read the next step."""
 
-    def _read_ahead(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
+    def _read_ahead(self, copier: DeviceCopier) -> StreamStep:
         self._ahead += 1
         return self._read(copier)
 

@@ -19,18 +19,18 @@ from torch.utils.data import default_collate
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import Batch, BatchShare, on_device
+from cyxtrain.data.batches.batch import Batch, BatchShare, StreamStep, on_device
 from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows
 from cyxtrain.data.feed import DataInterruptedError
 from cyxtrain.data.rng import set_epoch_of
 from cyxtrain.data.sharding import micro_batches_of
-from cyxtrain.data.slices import Slices
 from cyxtrain.data.sources.parts import Parts
 from cyxtrain.data.sources.passes import INTERRUPTED, FirstBatchSource, PassFeed
 from cyxtrain.data.sources.seeded import Saved, SeededIterator, resume_from
 from cyxtrain.errors import ConfigError, counted
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 _MISSING = object()
@@ -125,9 +125,13 @@ class RankReaders:
         self._new = functools.partial(Reader, parts, readers=readers, seed=seed, number=number)
         self._owned: dict[int, Reader] = {reader: self._new(reader) for reader in owned}
 
-    def take_step(self, step_size: int) -> list[Any]:
-        """Return this rank's samples of the next step, which has so many over all ranks."""
-        return in_turn([each.take_step(self._share(reader, step_size)) for reader, each in self._owned.items()])
+    def take_step(self, step_size: int, slices: Slices) -> dict[int, list[Any]]:
+        """Return the samples of each slice of this rank in the next step, which has so many over all ranks."""
+        taken = {reader: each.take_step(self._share(reader, step_size)) for reader, each in self._owned.items()}
+        return {
+            number: in_turn([samples for reader, samples in taken.items() if reader % slices.count == number])
+            for number in slices.owned
+        }
 
     def resume(self, steps: int, step_size: int, saved: Mapping[int, Any]) -> str:
         """Continue after steps that were trained before: from the `saved` states of readers, or reading them again.
@@ -178,10 +182,10 @@ class ReaderSource(FirstBatchSource):
         self._parts = parts
         self._what = parts.what
         self._seed = config.seed
-        self.readers = config.readers or world.size
-        slices = Slices.of(world)
+        slices = Slices.of(world, config.virtual_ranks if trains else None)
+        self.readers = config.readers or slices.count
         if trains:
-            parts.check(self.readers, world.size)
+            parts.check(self.readers, slices.count)
             self._owned = readers_of_training(self.readers, slices)
         else:
             # Each sample once needs no certain number of readers.
@@ -192,7 +196,7 @@ class ReaderSource(FirstBatchSource):
         self._begun: RankReaders | None = self._new_pass(number)
         wanted = config.batch_size
         if trains and config.effective_batch_size is not None:
-            wanted = -(-config.effective_batch_size // world.size)
+            wanted = -(-config.effective_batch_size // slices.count)
         samples = self._begun.peek(wanted)
         if samples:
             self._first = collated(samples)
@@ -264,12 +268,13 @@ class ReaderFeed(PassFeed):
                 "drop_last is set, and the number of samples of X is unknown: leave it out, or let the readers leave "
                 "samples out."
             )
-        self.set_step_size(config.effective_batch_size or config.batch_size * config.accumulation_steps * world.size)
+        of_slice = config.batch_size * config.accumulation_steps
+        self.set_step_size(config.effective_batch_size or of_slice * self._slices.count)
 
     @property
     @override
     def micro_batches(self) -> int:
-        return self._accumulation_steps
+        return self._accumulation_steps * len(self._slices.owned)
 
     @override
     def set_step_size(self, effective_batch_size: int) -> None:
@@ -280,9 +285,9 @@ class ReaderFeed(PassFeed):
                 f"readers would never be read. Set fewer readers, or effective_batch_size={readers} or more."
             )
         self.effective_batch_size = effective_batch_size
-        # Of rank 0, which has the most.
+        # Of slice 0, which has the most.
         rows = sum(
-            samples_from(reader, readers, effective_batch_size) for reader in range(0, readers, self._world.size)
+            samples_from(reader, readers, effective_batch_size) for reader in range(0, readers, self._slices.count)
         )
         self.rows_at_once = -(-rows // self._accumulation_steps)
 
@@ -298,11 +303,14 @@ class ReaderFeed(PassFeed):
         return begun
 
     @override
-    def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
+    def _read(self, copier: DeviceCopier) -> StreamStep:
         try:
-            samples = self._current_pass().take_step(self.effective_batch_size)
+            samples = self._current_pass().take_step(self.effective_batch_size, self._slices)
         except DataInterruptedError:
-            return [], INTERRUPTED
-        pieces = micro_batches_of(range(len(samples)), self.rows_at_once)
+            return StreamStep({}, INTERRUPTED)
         # A step counts as one batch, also on a rank whose readers have ended.
-        return [self._source.checked(collated(samples[piece.start : piece.stop])) for piece in pieces], 1
+        return StreamStep({number: self._micro_batches(of_slice) for number, of_slice in samples.items()}, 1)
+
+    def _micro_batches(self, samples: Sequence[Any]) -> list[Rows]:
+        pieces = micro_batches_of(range(len(samples)), self.rows_at_once)
+        return [self._source.checked(collated(samples[piece.start : piece.stop])) for piece in pieces]

@@ -19,7 +19,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from cyxtrain.config import DistributedTrainingConfig
-from cyxtrain.data.batches.batch import Batch, BatchShare, on_device
+from cyxtrain.data.batches.batch import Batch, BatchShare, StreamStep, on_device
 from cyxtrain.data.batches.collate import as_batch, left_out, target_name
 from cyxtrain.data.batches.prefetch import DeviceCopier, Placement, make_copier
 from cyxtrain.data.batches.rows import Rows, holds_tensors
@@ -224,9 +224,10 @@ class StreamFeed(PassFeed):
     def __init__(self, source: StreamSource, config: DistributedTrainingConfig, world: World) -> None:
         super().__init__(config, world, reads_once=source.reads_once)
         self._source = source
+        self.has_own_data = not source.is_shared
         self._check_settings(config)
         self.rows_at_once = source.batch_size or 1
-        self._batches_per_step = config.accumulation_steps * world.size
+        self._batches_per_step = config.accumulation_steps * self._slices.count
         self.effective_batch_size = self.rows_at_once * self._batches_per_step
 
     def _check_settings(self, config: DistributedTrainingConfig) -> None:
@@ -250,7 +251,7 @@ class StreamFeed(PassFeed):
     @property
     @override
     def micro_batches(self) -> int:
-        return -(-self._batches_per_step // self._world.size)
+        return -(-self._batches_per_step // self._slices.count) * len(self._slices.owned)
 
     @override
     def set_step_size(self, effective_batch_size: int) -> None:
@@ -277,18 +278,20 @@ class StreamFeed(PassFeed):
             )
 
     @override
-    def _read(self, copier: DeviceCopier) -> tuple[list[Rows], int]:
-        is_shared = self._source.is_shared
+    def _read(self, copier: DeviceCopier) -> StreamStep:
+        slices = self._slices
         try:
             found = self._take_step(self._current_pass(), copier.clone)
         except DataInterruptedError:
-            return [], INTERRUPTED
-        # A rank whose own batches have ended still counts them, so that the position is equal on all ranks.
-        num_read = len(found)
-        if is_shared:
-            num_read = sum(rows is not None for rows in found)
-            found = found[self._world.rank :: self._world.size]
-        return [self._source.checked(rows) for rows in found if rows is not None], num_read
+            return StreamStep({}, INTERRUPTED)
+        if not self._source.is_shared:
+            # A rank whose own batches have ended still counts them, so that the position is equal on all ranks.
+            return StreamStep({slices.owned.start: self._checked(found)}, len(found))
+        num_read = sum(rows is not None for rows in found)
+        return StreamStep({number: self._checked(found[number :: slices.count]) for number in slices.owned}, num_read)
+
+    def _checked(self, found: Sequence[Rows | None]) -> list[Rows]:
+        return [self._source.checked(rows) for rows in found if rows is not None]
 
     def _take_step(self, begun: Pass, own: Callable[[Tensor], Tensor] = torch.clone) -> list[Rows | None]:
         """Return the batches of a step, None for each after the last one."""

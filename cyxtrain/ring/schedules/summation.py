@@ -10,11 +10,22 @@ from __future__ import annotations
 
 import functools
 import itertools
+from typing import NamedTuple
 
 Span = tuple[int, int]
 Spans = tuple[Span, ...]
 Addition = tuple[int, int]
 """(into, source): leaf `into` becomes `into + source`; of two NaNs the first operand's stays."""
+
+
+class RowSum(NamedTuple):
+    """A mean over rows, of which a rank may have several; they are counted from 0, in the order of the ranks."""
+
+    num_rows: tuple[int, ...]  # by rank
+    additions: tuple[Addition, ...]  # they leave the sum in row 0
+    divisor: int
+
+
 FEW_BYTES = 1 << 18
 """Up to this size latency decides how long a reduction takes, above it bandwidth."""
 

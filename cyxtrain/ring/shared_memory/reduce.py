@@ -7,7 +7,7 @@ Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms (2009), sect
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from cyxtrain.ring.mean_weight import MeanWeight
 from cyxtrain.ring.schedules.kernels import Reduction, lasting, silent_numpy
 from cyxtrain.ring.schedules.selector import AlgorithmSelector
-from cyxtrain.ring.schedules.summation import Addition, Span, chunks, is_latency_bound, summation_order
+from cyxtrain.ring.schedules.summation import RowSum, Span, chunks, is_latency_bound, summation_order
 from cyxtrain.ring.shared_memory.barrier import SharedMemoryBarrier
 from cyxtrain.ring.wire.payload import is_finite
 from cyxtrain.ring.wire.persistent import FINITE, WEIGHT, Exchange
@@ -29,7 +29,8 @@ class SharedMemoryReduce:
 
     `rows` and the `words` of progress counters are given by rank. `spans` has the part that each rank reduces, by rank;
     without it, parts are even. `count` is the number of elements of the whole reduction, if the rows are a part of it.
-    If it `checks`, each rank checks its part of the result for NaN and infinities.
+    If it `checks`, each rank checks its part of the result for NaN and infinities. With a `row_sum`, ranks have as many
+    `rows` as that says, the first of each receives the result, and their order and divisor are those of the `row_sum`.
     """
 
     def __init__(
@@ -42,24 +43,30 @@ class SharedMemoryReduce:
         spans: Sequence[Span] = (),
         count: int = 0,
         checks: bool = False,
+        row_sum: RowSum | None = None,
     ) -> None:
         rank = selector.rank
         world_size = selector.world_size
         self.barrier = barrier
-        self.own = rows[rank]
+        count = count or rows[0].size
+        # Recursive doubling adds with PyTorch, and a ring with NumPy: they keep different ones of two NaNs.
+        self._uses_torch = row_sum is None and is_latency_bound(world_size, count, rows[0].itemsize)
+        if row_sum is None:
+            order = summation_order(world_size, count, rows[0].itemsize, rank)
+            row_sum = RowSum((1,) * world_size, order, world_size)
+        # the row of each rank that receives the result
+        self._firsts = [sum(row_sum.num_rows[:each]) for each in range(world_size)]
+        self._order = row_sum.additions
+        self.own = rows[self._firsts[rank]]
         self._rank = rank
         self._rows = rows
         self._words = words
         self._weights = [each.cast("B").cast("d") for each in words]  # the same memory, as float64
         self._checks = checks
         self._averages = barrier.operation.reduction is Reduction.AVG
-        self._divide, self._divisor = _division(self.own.dtype, world_size)
+        self._divide, self._divisor = _division(self.own.dtype, row_sum.divisor)
         spans = spans or chunks(self.own.size, world_size)
         self._span = spans[rank]
-        count = count or self.own.size
-        self._order = summation_order(world_size, count, self.own.itemsize, rank)
-        # Recursive doubling adds with PyTorch, and a ring with NumPy: they keep different ones of two NaNs.
-        self._uses_torch = is_latency_bound(world_size, count, self.own.itemsize)
         self._add: Callable[..., object] = torch.add if self._uses_torch else np.add
         self._cut_at(0)
         self.weight: MeanWeight | None = None
@@ -74,12 +81,22 @@ class SharedMemoryReduce:
         middle = min(max(first, num_weighted), end)
         weighted = _cut(self._rows, (first, middle))
         others = _cut(self._rows, (middle, end))
-        self._pieces = [_Piece(parts, self._order, uses_torch=self._uses_torch) for parts in weighted + others]
+        self._pieces = [self._piece(parts) for parts in weighted + others]
         self._num_weighted_pieces = len(weighted)
         self._totals: list[torch.Tensor] = []
         if self._checks:
             with lasting():
                 self._totals = [torch.from_numpy(piece.total) for piece in self._pieces]
+
+    def _piece(self, parts: Sequence[Any]) -> _Piece:
+        """Return the piece that sums the parts of all rows."""
+        leaf, _ = self._order[-1]
+        terms = parts
+        if self._uses_torch:
+            with lasting():
+                terms = [torch.from_numpy(part) for part in parts]
+        additions = [(terms[into], terms[source]) for into, source in self._order]
+        return _Piece(additions, parts[leaf], [parts[first] for first in self._firsts if first != leaf])
 
     def divide_by(self, weight: MeanWeight, count: int) -> None:
         """Make the first `count` elements of the next result a mean over weights, not over ranks."""
@@ -125,13 +142,13 @@ class SharedMemoryReduce:
                     copy[...] = total
 
 
-def _division(dtype: Any, world_size: int) -> tuple[np.ufunc, Any]:
-    """Return the function and the operand that divide elements by the number of ranks."""
-    is_power_of_two = world_size & (world_size - 1) == 0
+def _division(dtype: Any, divisor: int) -> tuple[np.ufunc, Any]:
+    """Return the function and the operand that divide elements by a whole number."""
+    is_power_of_two = divisor & (divisor - 1) == 0
     # Multiplication is twice as fast, and rounds like division by a power of two.
     if is_power_of_two:
-        return np.multiply, dtype.type(1 / world_size)
-    return np.true_divide, dtype.type(world_size)
+        return np.multiply, dtype.type(1 / divisor)
+    return np.true_divide, dtype.type(divisor)
 
 
 def _cut(rows: Sequence[Any], span: Span) -> list[list[Any]]:
@@ -145,15 +162,9 @@ def _cut(rows: Sequence[Any], span: Span) -> list[list[Any]]:
     return pieces
 
 
-class _Piece:
-    """A piece of all rows: the additions that sum it, the total that they leave, and the places to copy it to."""
+class _Piece(NamedTuple):
+    """A piece of all rows."""
 
-    def __init__(self, parts: Sequence[Any], order: Sequence[Addition], *, uses_torch: bool) -> None:
-        leaf, _ = order[-1]
-        terms = parts
-        if uses_torch:
-            with lasting():
-                terms = [torch.from_numpy(part) for part in parts]
-        self.additions = [(terms[into], terms[source]) for into, source in order]
-        self.total = parts[leaf]
-        self.copies = [part for other, part in enumerate(parts) if other != leaf]
+    additions: list[tuple[Any, Any]]  # they sum it
+    total: Any  # where they leave the sum
+    copies: list[Any]  # the places to copy it to

@@ -15,6 +15,7 @@ from cyxtrain.callbacks.callback import Callback, checked_callbacks
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require, require_integer, unknown_name
 from cyxtrain.data.sources.open import yields_batches
+from cyxtrain.environment import process_env
 from cyxtrain.environment.regular_files import path_or_url, url_of
 from cyxtrain.errors import ConfigError, brief, counted
 
@@ -93,6 +94,9 @@ class FitSettings(TypedDict, total=False):
     validation_stratify: bool
     load_best: bool
     readers: int | None
+    virtual_ranks: int | None
+    num_threads: int | None
+    log_hashes: int | None
     group_by_length: Any
     x: Data
 
@@ -114,8 +118,16 @@ _FAST_DEV_RUN: dict[str, Any] = {
     "keep_last": 0,
     "keep_best": None,
     "load_best": False,
+    "log_hashes": None,
 }
 """The settings that fast_dev_run overrides."""
+_WRITING = ("checkpoint_every_n_epochs", "checkpoint_every_n_steps", "checkpoint_every_n_minutes", "keep_last")
+_REPLAY: dict[str, Any] = {
+    **{name: _FAST_DEV_RUN[name] for name in (*_WRITING, "keep_best", "load_best")},
+    "profile": False,
+    "max_time_seconds": None,
+}
+"""The settings that `cyxtrain replay` overrides: none that changes the numbers of a step."""
 
 
 @dataclass
@@ -160,9 +172,7 @@ def parse_fit(
     is_mapping = class_weight is None or isinstance(class_weight, Mapping)
     require(is_mapping, f"class_weight must be a dictionary, as dict(enumerate(weights)), got {brief(class_weight)}.")
     checked = _with_epochs_left(_settings(config, settings), initial_epoch)
-    path = _checkpoint_path(resume)
-    if checked.fast_dev_run:
-        path = None  # a trial run neither writes nor reads checkpoints
+    checked, path = _with_checkpoint(checked, _checkpoint_path(resume))
     return FitArguments(
         inputs=arrays[0],
         targets=arrays[1],
@@ -263,6 +273,19 @@ def _with_epochs_left(settings: DistributedTrainingConfig, initial_epoch: int | 
     is_before = initial_epoch < last
     require(is_before, f"fit.initial_epoch={initial_epoch}: epochs={last} is the last one, and must be above it.")
     return dataclasses.replace(settings, epochs=last - initial_epoch)
+
+
+def _with_checkpoint(
+    settings: DistributedTrainingConfig, path: str | None
+) -> tuple[DistributedTrainingConfig, str | None]:
+    """Return the settings, and the checkpoint to continue from: the program's, or that of `cyxtrain replay`."""
+    if settings.fast_dev_run:
+        return settings, None  # a trial run neither writes nor reads checkpoints
+    replay = process_env.replay()
+    if replay is None:
+        return settings, path
+    own = {**_REPLAY, "log_hashes": replay.step, "checkpoint_dir": replay.folder}
+    return dataclasses.replace(settings, **own), replay.checkpoint or None
 
 
 def _checkpoint_path(resume: Any) -> str | None:

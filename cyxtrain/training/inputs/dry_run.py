@@ -160,7 +160,7 @@ class DryRun:
         warn_of_activation(output, batch.targets, self._loss, self._model)
         if self._call.optimizes:
             return output, loss, False
-        with _described_error(self._world, f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
+        with described_error(self._world, f"there is no gradient of the loss, tried on shape {_shapes(batch.inputs)}"):
             return output, loss, self._backward(loss.value)
 
     def problem_of_weights(self, rows: Rows) -> str:
@@ -244,14 +244,14 @@ class DryRun:
         self._loss.check_shapes(output, batch.targets, source.column)
         check_classes(source.targets, output, self._loss)
         described = f"{_described(output)} and {_described(batch.targets)}"
-        with _described_error(self._world, f"the loss cannot take the model's output and y, tried on {described}"):
+        with described_error(self._world, f"the loss cannot take the model's output and y, tried on {described}"):
             return output, self._loss.first(output, batch)
 
     def _output(self, batch: Batch, *, predicting: bool = False) -> Any:
         """Return the model's output; find out whether it needs gradients outside training."""
         call = self._call
         what = call.describe_failure(_shapes(batch.inputs))  # before the call: a model may change its input
-        with _described_error(self._world, what, batch.inputs):
+        with described_error(self._world, what, batch.inputs):
             if torch.is_grad_enabled():
                 return call(self._model, batch)
             try:
@@ -278,10 +278,7 @@ class DryRun:
             ) from error
 
     def _backward(self, value: Tensor) -> bool:
-        """Compute the gradients without accumulating them, so that hooks of other wrappers do not run.
-
-        Return False if PyTorch cannot compute them so.
-        """
+        """Compute the gradients; return False if PyTorch cannot compute them without accumulating them."""
         if not value.requires_grad:
             raise ConfigError(
                 "the loss does not depend on the model's parameters: compute it from the model's output by PyTorch's "
@@ -290,13 +287,7 @@ class DryRun:
             )
         trained = trained_by(self._model, self._loss)
         _warn_of_others(value, trained)
-        try:
-            torch.autograd.grad(value, trained, allow_unused=True)
-        except RuntimeError as error:
-            if _REENTRANT not in str(error):
-                raise
-            return False
-        return True
+        return gradients_of(value, trained) is not None
 
     def _measuring(self, output: Any, batch: Batch, loss: BatchLoss) -> Metrics:
         """Return the metrics to compute in training or evaluation; decide whether accuracy is among them."""
@@ -339,8 +330,21 @@ def trained_by(model: nn.Module, loss: Loss) -> list[nn.Parameter]:
     return [each for module in (model, *loss.modules) for each in module.parameters() if each.requires_grad]
 
 
+def gradients_of(value: Tensor, parameters: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """Return gradients, zeros of what is not used; None: PyTorch cannot compute them without accumulating them.
+
+    They are not accumulated, so that hooks of other wrappers do not run.
+    """
+    try:
+        return torch.autograd.grad(value, parameters, allow_unused=True, materialize_grads=True)
+    except RuntimeError as error:
+        if _REENTRANT not in str(error):
+            raise
+        return None
+
+
 @contextlib.contextmanager
-def _described_error(world: World, what: str, inputs: Tree | None = None) -> Iterator[None]:
+def described_error(world: World, what: str, inputs: Tree | None = None) -> Iterator[None]:
     """Describe an error of the user's code within, with a remedy: `what` failed, on which `inputs`."""
     try:
         yield

@@ -42,16 +42,16 @@ class Policy(Enum):
 
 POLICIES = {
     Policy.EQUAL: "shuffle seed validation_split validation_stratify batch_size effective_batch_size steps_per_epoch "
-    "drop_last readers",
+    "drop_last readers virtual_ranks",
     Policy.CHECKPOINT: "learning_rate_scaling warmup_steps initial_scale",
     Policy.PROGRAM: "accumulation_steps clip_norm clip_value clip_adaptive sync_batchnorm scheduler_interval "
     "channels_last use_dynamic_scaling dynamic_history_size growth_factor backoff_factor",
-    Policy.NUMERICS: "precision amp compile fused_optimizer float32_precision",
+    Policy.NUMERICS: "precision amp compile fused_optimizer float32_precision num_threads",
     Policy.FREE: "epochs max_steps max_time_seconds fast_dev_run on_nonfinite check_replicas_every_n_steps "
     "sharded_data num_processes log_every_n_batches log_every_n_steps validation_freq validation_steps "
     "validation_batch_size validate_every_n_steps validate_every_n_minutes checkpoint_every_n_epochs "
     "checkpoint_every_n_steps checkpoint_every_n_minutes save_on_master_only keep_last keep_best load_best "
-    "on_save_error",
+    "on_save_error log_hashes",
     Policy.RANK: "verbose checkpoint_dir profile",
 }
 """The settings of a fit, and of loss scaling, by policy."""
@@ -86,6 +86,15 @@ def config_facts(config: DistributedTrainingConfig) -> dict[str, Any]:
     """Return the settings one by one, except those that ranks may set differently."""
     own = POLICIES[Policy.RANK].split()
     return {f"the setting {name}": value for name, value in dataclasses.asdict(config).items() if name not in own}
+
+
+def deciding_settings(config: DistributedTrainingConfig) -> dict[str, Any]:
+    """Return the settings that decide the numbers of a fit, by name."""
+    found: dict[str, Any] = {}
+    for policy, settings in _by_policy(dataclasses.asdict(config)).items():
+        if policy not in (Policy.FREE, Policy.RANK):
+            found |= settings
+    return found
 
 
 def model_facts(trained: nn.Module, loss: Loss) -> dict[str, Any]:

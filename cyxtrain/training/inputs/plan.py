@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from cyxtrain.callbacks.callback import Callbacks
+from cyxtrain.callbacks import CSVLogger, ModelCheckpoint, TensorBoard, Tracker
+from cyxtrain.callbacks.callback import Callback, Callbacks
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import nearest, require
 from cyxtrain.data.batches.batch import Share
@@ -27,7 +28,9 @@ from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments,
 from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.fit_length import FitLength, all_steps, requested_steps, steps_per_epoch
+from cyxtrain.training.inputs.slice_orders import check_slice_orders
 from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit, size_of_validation
+from cyxtrain.training.inputs.virtual_ranks import check_data_and_step
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
@@ -40,6 +43,7 @@ from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 
@@ -77,6 +81,16 @@ class FitPlan:
     attempt: int = 0
     devices: str = ""
     may_log: bool = False
+
+    @property
+    def slices(self) -> Slices:
+        """The slices of each step, of which this rank has some."""
+        return Slices.of(self.world, self.config.virtual_ranks)
+
+    @property
+    def own_generators(self) -> int:
+        """The number that seeds what is drawn outside of slices: a rank's own, or with virtual ranks that of none."""
+        return self.slices.count if self.slices.is_virtual else self.world.rank
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,7 +179,7 @@ def plan_fit(
     config = arguments.config
     trained = trained_with(model, Loss(trainer.loss_fn))
     check_trained(trained, trainer.optimizers, config)
-    callbacks = Callbacks(arguments.callbacks)
+    callbacks = Callbacks(_without_writers(arguments.callbacks))
     source, validation_sources = opened
     feed = source.feed(config, world)
     data = _check_training_set(source, feed, config, trainer, epoch)
@@ -183,6 +197,13 @@ def plan_fit(
     _check_keep_best(plan)
     _check_validation(plan)
     return plan, _facts(plan, trainer, opened, trained)
+
+
+def _without_writers(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    """Leave out those that only write if `cyxtrain replay` runs the program: what they wrote in the run stays."""
+    if process_env.replay() is None:
+        return callbacks
+    return [each for each in callbacks if not isinstance(each, (CSVLogger, ModelCheckpoint, TensorBoard, Tracker))]
 
 
 def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: nn.Module) -> dict[str, Any]:
@@ -239,6 +260,9 @@ def _check_training_set(
     if first is None:
         first = source.first(feed.rows_at_once)
     data = check_data(source, config.batch_size, config, trainer, trains_on=first)
+    check_data_and_step(config, data, feed)
+    if (config.virtual_ranks or 1) > 1:
+        check_slice_orders(config, data, trainer, first, epoch)
     if data.call.needs_all_rows and feed.micro_batches > 1:
         raise ConfigError(accumulation_excludes(data.call.needs_all_rows))
     return data

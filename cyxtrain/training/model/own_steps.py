@@ -33,6 +33,11 @@ from cyxtrain.training.model.forward import ModelCall
 
 StepLike = Callable[[Any, Any], Any] | None
 """A function of (trainer, batch)."""
+SLICES_EXCLUDE_UPDATES = (
+    "train_step calls self.optimize, which updates parameters before it returns: the slices that a rank computes "
+    "after that would find other parameters than on a rank of their own. Return the loss instead, and fit updates "
+    "once, after all slices"
+)
 
 # By trainer, the names that its steps have returned; kept here, as a dry run restores the trainer's attributes.
 _RETURNED: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()

@@ -31,7 +31,7 @@ from cyxtrain.world.world import World
 
 _KEPT = (
     *("seed", "on_nonfinite", "clip_norm", "clip_value", "clip_adaptive", "precision", "amp", "sync_batchnorm"),
-    *("fused_optimizer", "float32_precision", "channels_last"),
+    *("fused_optimizer", "float32_precision", "channels_last", "virtual_ranks", "num_threads"),
 )
 """The settings of the latest fit that hold for a step outside it."""
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from cyxtrain.checkpoint.checkpoint_file import CheckpointState
@@ -89,6 +90,11 @@ class Resumption:
             if not any(tables):
                 # Made between two epochs: the next one begins with its own generators.
                 return
+            slices = plan.slices
+            if slices.is_virtual:
+                self._restore_slices(plan, totals, tables)
+                logged.restore([{**each.get("logged", {})} for each in ranks])
+                return
             # With fewer ranks than before, a rank takes over several; with more, some take none.
             taken_over = ranks[rank :: plan.world.size]
             totals.metrics.merge([each.get("metrics", {}) for each in taken_over])
@@ -101,12 +107,24 @@ class Resumption:
             elif rank == 0:
                 # Added up once: which rank has counted what changes only the last bits of the result.
                 row = [*map(math.fsum, columns)]
-            totals.restore(row, ranks[0].get("names"), states)
+            totals.restore([row], ranks[0].get("names"), states)
             logged.restore(states)
         except (LookupError, TypeError, ValueError, RuntimeError) as error:
             raise CheckpointError(
                 f"Cannot resume from {self._source}: the state of rank {rank} is wrong: {error}."
             ) from error
+
+    def _restore_slices(self, plan: FitPlan, totals: MetricSums, tables: Sequence[Any]) -> None:
+        """Restore the sums of this rank's slices; outside of slices, all ranks have the same generators."""
+        ranks = self._checkpoint.ranks
+        set_generators(ranks[0]["generators"], plan.data.placement.device)
+        totals.metrics.merge([each.get("metrics", {}) for each in ranks])
+        # Each row was filled by one rank.
+        table = torch.tensor(tables, dtype=torch.float64, device="cpu").sum(0)
+        for number in range(plan.slices.count):
+            if number not in plan.slices.owned:
+                table[number] = 0
+        totals.restore(table.tolist(), ranks[0].get("names"), [])
 
 
 def _copy_of(value: Any) -> Any:

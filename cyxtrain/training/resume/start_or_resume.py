@@ -321,7 +321,7 @@ def _describe_start(plan: FitPlan, state: TrainingState) -> HeaderLines:
         return []
     if plan.resume is None:
         is_named = config.checkpoint_dir != DistributedTrainingConfig().checkpoint_dir
-        if is_named and not config.makes_checkpoints:
+        if is_named and not config.makes_checkpoints and config.log_hashes is None:
             return [("keeps", "no checkpoint: checkpoint_dir is set, but checkpoint_every_n_epochs is not")]
         return []
     there = _folder_of(config).newest_first()

@@ -16,15 +16,16 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from cyxtrain.data.batches.batch import Share
+from cyxtrain.data.batches.batch import Batch, Share
 from cyxtrain.data.rng import generators_kept
 from cyxtrain.environment.accelerator import is_accelerator
+from cyxtrain.metrics.accumulator import Accumulator
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.loss import Loss
 from cyxtrain.metrics.weighting import BatchLoss, Weighting
@@ -34,6 +35,7 @@ from cyxtrain.parallel import DistributedDataParallel, gathering_alone
 from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.progress.step_timer import Part, StepTimer
 from cyxtrain.training.inputs.checked_data import ModelSetup
+from cyxtrain.training.step.slice_scope import SliceScope
 from cyxtrain.training.step.transaction import StepTransaction
 from cyxtrain.world.world import World
 
@@ -49,6 +51,7 @@ class LossDivision(ABC):
         self._clock = clock
         self._loss = setup.loss
         self._world = ddp.world
+        self._slices = ddp.slices
         self._device = setup.placement.device
         self._device_of_sums = self._world.device_of_sums(self._device)
         self.kinds = kinds_of(setup.loss)
@@ -56,6 +59,9 @@ class LossDivision(ABC):
 
     def begin(self) -> None:  # noqa: B027 - only one keeps something during a step
         """Begin a step."""
+
+    def begin_slice(self, number: int) -> None:  # noqa: B027 - only one keeps something of a slice
+        """Begin a slice of it."""
 
     def before_forward(self, share: Share, max_micro_batches: int = 0) -> Tensor | int | None:
         """Learn what must be known before the first forward of a step. All ranks call it.
@@ -75,11 +81,11 @@ class LossDivision(ABC):
         """Return the divisor of each loss, the same on every rank."""
 
     def divided(self, loss: BatchLoss, divisors: Sequence[Number]) -> Tensor:
-        """Return the sum of the terms of each loss over its divisor, times the number of ranks."""
+        """Return the sum of the terms of each loss over its divisor, times the number of slices."""
         value: Tensor | None = None
         for number, (factor, _, each) in enumerate(self._loss.components(loss)):
-            # Averaging divides by N, so multiply by N x this rank's fraction; exactly 1 for even batches.
-            term = times(each.value, quotient(factor * each.sum_factor * self._world.size, divisors[number]))
+            # Averaging divides by N, so multiply by N x this slice's fraction; exactly 1 for even batches.
+            term = times(each.value, quotient(factor * each.sum_factor * self._slices.count, divisors[number]))
             value = term if value is None else value + term
         assert value is not None
         return value
@@ -108,6 +114,21 @@ class LossDivision(ABC):
         (total,) = self._sum_over_ranks([own], self._clock.forward)
         return total
 
+    def _sum_over_slices(self, weights: Mapping[int, Sequence[Number]], within: Part) -> list[Number]:
+        """Return sums over the slices of all ranks; `weights`: of each slice of this rank."""
+        if not self._slices.is_virtual:
+            (own,) = weights.values()
+            return self._sum_over_ranks(own, within)
+        names = [str(place) for place, _ in enumerate(next(iter(weights.values())))]
+        table = Accumulator(names, self._slices.count)
+        for number, of_slice in weights.items():
+            for name, weight in zip(names, of_slice, strict=True):
+                table.add(name, weight, sum_factor=1.0, row=number)
+        began = time.perf_counter()
+        pairs = table.over(self._world)
+        self._clock.communicated(within, time.perf_counter() - began)
+        return [pairs[name][0] for name in names]
+
     def _in_double(self, weight: Number) -> Number:
         """Return a weight in float64: a count plus a Python number would have PyTorch's default type, of few digits."""
         if isinstance(weight, Tensor) and is_accelerator(self._device):
@@ -135,12 +156,18 @@ class DivisionAfterExchange(LossDivision):
 
     @override
     def begin(self) -> None:
-        self._weight: Number = 0.0  # of this rank's losses so far
         self._correction = 1.0
+        self._weights: dict[int, Number] = {}  # of the losses of each slice of this rank so far
+        self.begin_slice(self._slices.owned.start)
+
+    @override
+    def begin_slice(self, number: int) -> None:
+        self._number = number
+        self._weights.setdefault(number, 0.0)
 
     @override
     def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
-        self._weight += self._in_double(loss.weight)
+        self._weights[self._number] += self._in_double(loss.weight)
         return [self._provisional_divisor(share)] * len(self.kinds)
 
     @override
@@ -152,7 +179,7 @@ class DivisionAfterExchange(LossDivision):
     @override
     def attach_weight(self, share: Share, sync: Synchronization) -> None:
         if self._ddp.carries_weights:
-            sync.divide_by(self._weight, self._provisional_divisor(share))
+            sync.divide_by(self._weights[self._number], self._provisional_divisor(share))
 
     @override
     def complete(self, share: Share, sync: Synchronization, parameters: Sequence[nn.Parameter]) -> None:
@@ -161,7 +188,8 @@ class DivisionAfterExchange(LossDivision):
             self._correction = sync.factor
             return
         with self._clock.backward:
-            (total,) = self._sum_over_ranks([self._weight], self._clock.backward)
+            weights = {number: [weight] for number, weight in self._weights.items()}
+            (total,) = self._sum_over_slices(weights, self._clock.backward)
         self._correction = quotient(self._provisional_divisor(share), total)
         multiply_gradients(parameters, self._correction)
         # In 16 bits they may have become infinite.
@@ -180,13 +208,14 @@ class DivisionBeforeBackward(LossDivision):
 
     @override
     def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
-        return self._divisors([each.weight for _, _, each in self._loss.components(loss)], share)
+        return self._divisors({0: [each.weight for _, _, each in self._loss.components(loss)]}, share)
 
-    def _divisors(self, weights: Sequence[Number], share: Share) -> Sequence[Number]:
-        """Return the divisor of each loss; `weights`: this rank's."""
+    def _divisors(self, weights: Mapping[int, Sequence[Number]], share: Share) -> Sequence[Number]:
+        """Return the divisor of each loss; `weights`: of each slice of this rank."""
         divisors = _known_divisors(self.kinds, share)
         weighted = [number for number, kind in enumerate(self.kinds) if kind is Weighting.WEIGHTS]
-        totals = self._sum_over_ranks([weights[number] for number in weighted], self._clock.backward)
+        of_weighted = {number: [of_slice[place] for place in weighted] for number, of_slice in weights.items()}
+        totals = self._sum_over_slices(of_weighted, self._clock.backward)
         for number, total in zip(weighted, totals, strict=True):
             divisors[number] = total
         return divisors
@@ -202,8 +231,10 @@ class DivisionBeforeForward(DivisionBeforeBackward):
         clock: StepTimer,
         logged: LoggedNumbers,
         transaction: StepTransaction,
+        scope: SliceScope,
     ) -> None:
         super().__init__(ddp, setup, clock)
+        self._scope = scope
         self._logged = logged
         self._transaction = transaction
         self._of_step: Sequence[Number] = ()
@@ -219,22 +250,30 @@ class DivisionBeforeForward(DivisionBeforeBackward):
     def _divisors_of(self, loss: BatchLoss, share: Share) -> Sequence[Number]:
         return self._of_step
 
-    def _count(self, share: Share, items: Tensor | int | None, max_micro_batches: int) -> list[Number]:
-        """Return this rank's weight of each loss in a share.
+    def _count(self, share: Share, items: Tensor | int | None, max_micro_batches: int) -> dict[int, list[Number]]:
+        """Return the weight of each loss in a share, for each slice of this rank.
 
         Every rank runs `max_micro_batches` forwards, on no rows if it has fewer micro-batches.
         """
-        weights: list[Number] = [0.0] * len(self.kinds)
+        weights: dict[int, list[Number]] = {}
         with torch.no_grad(), generators_kept(self._device), gathering_alone(), self._logged.repeating():
-            for batch in share:
-                batch.items = items
-                loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
-                for number, (_, _, each) in enumerate(self._loss.components(loss)):
-                    weights[number] += self._in_double(each.weight)
+            for part in share.parts:
+                with self._scope.entered(part):
+                    weights[part.number] = self._count_slice(share.batches(part.batches), items)
+                self._transaction.put_back_buffers()
             for _ in range(max_micro_batches - len(share)):
                 if self._setup.without_rows is not None:
                     self._setup.without_rows.forward(self._ddp.forward)
         self._transaction.put_back_buffers()
+        return weights
+
+    def _count_slice(self, batches: Iterable[Batch], items: Tensor | int | None) -> list[Number]:
+        weights: list[Number] = [0.0] * len(self.kinds)
+        for batch in batches:
+            batch.items = items
+            loss = self._loss(self._setup.call(self._ddp.forward, batch), batch)
+            for number, (_, _, each) in enumerate(self._loss.components(loss)):
+                weights[number] += self._in_double(each.weight)
         return weights
 
 
@@ -257,6 +296,7 @@ def choose_division(
     clock: StepTimer,
     logged: LoggedNumbers,
     transaction: StepTransaction,
+    scope: SliceScope,
 ) -> LossDivision:
     """Return how the loss of steps is divided."""
     loss = setup.loss
@@ -264,10 +304,11 @@ def choose_division(
         return DivisionByItems(ddp, setup, clock)
     if not loss.has_weights:
         return DivisionByRows(ddp, setup, clock)
-    is_accumulated = setup.num_micro_batches > 1
+    # With virtual ranks the ranks run different numbers of backwards.
+    is_accumulated = setup.num_micro_batches > 1 or ddp.slices.is_virtual
     if loss.weightings:
         if is_accumulated:
-            return DivisionBeforeForward(ddp, setup, clock, logged, transaction)
+            return DivisionBeforeForward(ddp, setup, clock, logged, transaction, scope)
         return DivisionBeforeBackward(ddp, setup, clock)
     if is_accumulated or ddp.carries_weights:
         return DivisionAfterExchange(ddp, setup, clock)

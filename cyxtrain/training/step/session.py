@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from cyxtrain.data.batches.batch import Share
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import MetricSums
+from cyxtrain.optim.precision import threads_used
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.equal_forwards import EqualForwardsStep
+from cyxtrain.training.step.hash_log import HashLog
 from cyxtrain.training.step.loop_step import LoopStep
 from cyxtrain.training.step.step_with_updates import StepWithUpdates
 from cyxtrain.training.step.training_step import TrainingStep
 from cyxtrain.training.step.updates import Updates, make_updates
+from cyxtrain.world.slices import Slices
 
 
 class Session:
@@ -24,6 +28,7 @@ class Session:
     Args:
         ddp: The model, wrapped in the world whose ranks take the steps together.
         logged: Where numbers of the user's own go.
+        hashes: Where hashes of gradients and parameters go; None: nowhere.
         ends_fit: Whether a step that is not finite ends the fit in good order.
         may_defer: Whether all ranks compute on accelerators: the verdict on a step may come with the next one.
         is_fit: Whether `fit` takes the steps, and not a loop of the user's.
@@ -38,12 +43,19 @@ class Session:
         setup: ModelSetup,
         ddp: DistributedDataParallel,
         logged: LoggedNumbers,
+        hashes: HashLog | None = None,
         *,
         ends_fit: bool = False,
         may_defer: bool = False,
         is_fit: bool = True,
     ) -> None:
         self._logged = logged
+        self._hashes = hashes
+        self._is_virtual = state.config.virtual_ranks is not None
+        self._threads = threads_used(state.config.threads_of_fit)
+        if state.config.virtual_ranks is not None:
+            ddp.use_slices(Slices.of(ddp.world, state.config.virtual_ranks))
+            logged.use_slices(ddp.slices)
         if may_defer:
             ddp.use_reports()
         self.updates: Updates | None = make_updates(state, setup, ddp, logged, ends_fit=ends_fit)
@@ -54,9 +66,15 @@ class Session:
         self.step: TrainingStep | None = None
 
     def __enter__(self) -> Session:
+        if self._hashes is not None:
+            self._hashes.open()
+        self._threads.__enter__()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._threads.__exit__(None, None, None)
+        if self._hashes is not None:
+            self._hashes.close()
         if self.updates is not None:
             self.updates.close(error)
 
@@ -67,7 +85,7 @@ class Session:
 
     def begin_step(self, share: Share) -> None:
         """Begin a step on a share of the rows: numbers that are logged belong to it."""
-        self._logged.begin(share.rows, share.number)
+        self._logged.begin(self._rows_of(share), share.number)
 
     def take_step(self, share: Share, signals: Sequence[float] = ()) -> None:
         """Take a step; `signals` travel with the gradients.
@@ -75,9 +93,14 @@ class Session:
         Raises NonFiniteError with everything as before the step.
         """
         assert self.step is not None
-        self.step(share, signals)
-        self._logged.rows = share.rows
+        with contextlib.nullcontext() if self._hashes is None else self._hashes.of_step():
+            self.step(share, signals)
+        self._logged.rows = self._rows_of(share)
         self.step.clock.steps += 1
+
+    def _rows_of(self, share: Share) -> int:
+        """Return the weight of what is logged outside of slices, which with virtual ranks counts once."""
+        return share.global_rows if self._is_virtual else share.rows
 
     def received(self) -> Sequence[float]:
         """Return, for each signal of the latest step, a number above 0 if any rank gave it.

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from cyxtrain.data.batches.batch import Batch, Share
+from cyxtrain.data.batches.batch import Batch, Part, Share
 from cyxtrain.data.batches.structure import map_tree
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.metrics.sums import Correct, MetricSums, correct_of
@@ -40,6 +40,7 @@ from cyxtrain.training.model.snapshot import StepBuffers
 from cyxtrain.training.state import TrainingState
 from cyxtrain.training.step.loss_division import LossDivision, choose_division
 from cyxtrain.training.step.nonfinite import FiniteGuard, Verdict
+from cyxtrain.training.step.slice_scope import SliceScope
 from cyxtrain.training.step.transaction import StepTransaction
 
 
@@ -49,6 +50,12 @@ class Result(NamedTuple):
     loss: BatchLoss
     correct: Correct
     measured: tuple[Any, Any, int]
+    row: int = 0  # in the sums of the epoch
+
+    @property
+    def rows(self) -> int:
+        """The number of samples."""
+        return self.measured[2]
 
 
 class TrainingStep:
@@ -83,7 +90,7 @@ class TrainingStep:
         self._clip = make_clip(state.config, state.optimizers)
         self._logged = logged
         self._scale = state.loss_scale
-        # Of losses before backward. With fp16 the loss scale over N, the number of ranks: `divided` has multiplied by
+        # Of losses before backward. With fp16 the loss scale over N, the number of slices: `divided` has multiplied by
         # N, which is thus left out until `finish`.
         self._multiplier = 1.0
         self._before_update = state.callbacks.before_optimizer_step
@@ -95,7 +102,9 @@ class TrainingStep:
         self.guard = FiniteGuard(
             ddp, state, self._device, self._transaction, ends_fit=ends_fit, defers_verdicts=defers, is_fit=self._is_fit
         )
-        self.totals = MetricSums(1, setup.loss, setup.metrics)
+        self._scope = SliceScope(ddp, state, logged, self._device)
+        self._row = 0  # of the running slice, in the sums of the epoch
+        self.totals = MetricSums(self._scope.rows, setup.loss, setup.metrics, self._scope.slices)
         self._items: Tensor | int | None = None  # what the model counts, such as tokens, in the step over all ranks
         self.clock = StepTimer(self._device, profiles=bool(state.config.profile))
         self._division = self._choose_division()
@@ -115,8 +124,8 @@ class TrainingStep:
             return
         # An overflow of the loss scale counts too: only its gradients are wrong.
         for result in results:
-            self.totals.add(0, result.loss, result.correct)
-            self.totals.metrics.add(*result.measured)
+            self.totals.add(result.row, result.loss, result.correct)
+            self.totals.metrics.add(*result.measured, result.row)
             # There are names that the dry run did not know.
             if len(result.loss.parts) > len(self._loss.shown):
                 self._logged.add_parts(result.loss.parts, self._loss.shown)
@@ -127,7 +136,7 @@ class TrainingStep:
         self._start_over()
         self._transaction.begin()
         if self._scale is not None:
-            self._multiplier = self._scale.of_rank(self._world.size)
+            self._multiplier = self._scale.of_slice(self._ddp.slices.count)
         self._signals = signals
         self._sync = self._ddp.begin_sync(self._multiplier, signals)
 
@@ -171,6 +180,7 @@ class TrainingStep:
                 multiply_gradients(self._parameters, 1.0 / self._multiplier)
             # There are none if no sample counts; the step is taken all the same.
             fill_gradients(self._parameters, self._ddp.module)
+            self._ddp.show_averages()
             losses = [each.value for result in results for _, _, each in self._loss.components(result.loss)]
             # Bound now: a late verdict calls this when `latest` and `_items` are the next step's.
             recompute = partial(self._recompute_locally, share, self._division.latest, self._items)
@@ -238,14 +248,32 @@ class TrainingStep:
         """Compute the averaged gradients of the global batch; return the result of each micro-batch of this rank."""
         results: list[Result] = []
         self._items = self._division.before_forward(share)
-        if share.rows == 0:
-            self.join_without_rows(share)  # no batch follows: the share is empty
-        for batch in self.clock.data.each(share):
-            batch.items = self._items
-            is_last = len(results) == len(share) - 1
-            results.append(self.accumulate_micro_batch(batch, share, is_last=is_last))
-            share.prefetch_next(self.clock.data)
+        self._scope.begin_step()
+        *earlier, last = share.parts
+        for part in earlier:
+            with self._scope.entered(part):
+                results += self._accumulate_slice(part, share, is_last=False)
+            self._division.attach_weight(share, self._sync)
+            self._ddp.end_slice()
+        with self._scope.entered(last):
+            results += self._accumulate_slice(last, share, is_last=True)
+        self._scope.end_step(share)
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
+        return results
+
+    def _accumulate_slice(self, part: Part, share: Share, *, is_last: bool) -> list[Result]:
+        """Accumulate the gradients of a slice; this rank's last one averages the sum over all."""
+        results: list[Result] = []
+        self._row = self._scope.row_of(part)
+        self._division.begin_slice(part.number)
+        if is_last and not part.batches:
+            self.join_without_rows(share)
+        for batch in self.clock.data.each(share.batches(part.batches)):
+            batch.items = self._items
+            ends_step = is_last and len(results) == len(part.batches) - 1
+            results.append(self.accumulate_micro_batch(batch, share, is_last=ends_step))
+            share.prefetch_next(self.clock.data)
+        self._scope.end_slice(part, sum(result.rows for result in results))
         return results
 
     def _recompute_locally(self, share: Share, divisors: Sequence[Number], items: Tensor | int | None) -> list[Tensor]:
@@ -259,13 +287,23 @@ class TrainingStep:
         without_rows = self._setup.without_rows
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
         with apart, gathering_alone(), self._logged.repeating():
-            for batch in share:
-                batch.items = items
-                loss = self._forward(batch).loss
-                losses += [each.value.detach() for _, _, each in self._loss.components(loss)]
-                value = self._division.divided(loss, divisors)
-                if value.requires_grad:
-                    self._run_backward(self._times_loss_scale(value))
+            for part in share.parts:
+                with self._scope.entered(part):
+                    losses += self._losses_of(part, share, divisors, items)
+        return losses
+
+    def _losses_of(
+        self, part: Part, share: Share, divisors: Sequence[Number], items: Tensor | int | None
+    ) -> list[Tensor]:
+        """Run a slice again, forward and backward; return its losses."""
+        losses = []
+        for batch in share.batches(part.batches):
+            batch.items = items
+            loss = self._forward(batch).loss
+            losses += [each.value.detach() for _, _, each in self._loss.components(loss)]
+            value = self._division.divided(loss, divisors)
+            if value.requires_grad:
+                self._run_backward(self._times_loss_scale(value))
         return losses
 
     def _forward(self, batch: Batch) -> Result:
@@ -274,17 +312,17 @@ class TrainingStep:
         output = self._setup.call(self._ddp.forward, batch)
         loss = self._loss_of(output, batch)
         output = self._loss.measured_part(output)
-        measured: tuple[Any, Any, int] = (None, None, 0)
+        measured: tuple[Any, Any, int] = (None, None, batch.rows)
         if self.totals.metrics:
             # Detached: several micro-batches together would keep their graphs.
             measured = map_tree(Tensor.detach, output), batch.labels, batch.rows
-        return Result(loss, correct_of(output, batch.labels, self._loss), measured)
+        return Result(loss, correct_of(output, batch.labels, self._loss), measured, self._row)
 
     def _loss_of(self, output: Any, batch: Batch) -> BatchLoss:
         return self._loss(output, batch)
 
     def _choose_division(self) -> LossDivision:
-        return choose_division(self._ddp, self._setup, self.clock, self._logged, self._transaction)
+        return choose_division(self._ddp, self._setup, self.clock, self._logged, self._transaction, self._scope)
 
     def _accumulate_loss(self, loss: BatchLoss, gathers: Sequence[GatherCall], share: Share, *, is_last: bool) -> None:
         """Run the backward of a micro-batch's loss; the last one averages the gradients of the step."""

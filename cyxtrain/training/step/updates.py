@@ -36,6 +36,7 @@ from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.parallel.synchronization import Synchronization
 from cyxtrain.training.inputs.checked_data import ModelSetup
 from cyxtrain.training.model.own_steps import (
+    SLICES_EXCLUDE_UPDATES,
     StepCall,
     accumulation_excludes,
     checked_loss,
@@ -198,6 +199,8 @@ class Updates:
     def _update(self, loss: Any, name: str, retain_graph: bool) -> Tensor:
         """Update the parameters of an optimizer; return the loss, detached."""
         has_closure = callable(loss)
+        if self._ddp.slices.is_virtual:  # the dry run's step did not
+            raise ConfigError(f"virtual_ranks is set, and in step {self._share.number + 1} {SLICES_EXCLUDE_UPDATES}.")
         self._calls.number += 1
         self.has_updated = True
         needs_all_rows = what_needs_all_rows(self._calls.number, loss)

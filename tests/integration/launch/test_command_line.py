@@ -299,7 +299,9 @@ def test_an_error_of_ones_own_is_itself(tmp_path, monkeypatch):
 # --- help -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [[], ["fit"], ["evaluate"], ["launch"], ["doctor"], ["bench"], ["completion"]])
+@pytest.mark.parametrize(
+    "words", [[], ["fit"], ["evaluate"], ["launch"], ["doctor"], ["bench"], ["bisect"], ["replay"], ["completion"]]
+)
 def test_help_has_examples(words):
     code, text = here(*words, "--help")
     assert code == 0

@@ -26,7 +26,7 @@ def buckets(shared: bool) -> Iterator[None]:
     """Lets ranks average gradients in shared memory, or by messages."""
     before = RingProcessGroup.make_gradient_buffers
     if not shared:
-        RingProcessGroup.make_gradient_buffers = lambda _, kinds: [None] * len(kinds)  # type: ignore[method-assign]
+        RingProcessGroup.make_gradient_buffers = lambda _, kinds, *__: [None] * len(kinds)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ def drop_metrics_of_the_last_rank() -> None:
 
     def without_last(self: MetricSums, group: Any) -> dict[str, float]:
         if cx.get_world_size() > 1 and cx.get_rank() == cx.get_world_size() - 1:
-            self.restore([0.0] * self.table().shape[1], None, [])
+            self.restore([[0.0] * self.table().shape[1]], None, [])
         return over_ranks(self, group)
 
     _replace(MetricSums, "over_ranks", without_last)

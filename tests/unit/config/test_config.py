@@ -98,6 +98,9 @@ WRONG = {
         "validation_stratify": NO_BOOLEAN,
         "load_best": NO_BOOLEAN,
         "readers": (0, -1, *WHOLE_NUMBERS),
+        "log_hashes": (0, -1, *WHOLE_NUMBERS),
+        "virtual_ranks": (0, -1, *WHOLE_NUMBERS),
+        "num_threads": (0, -1, *WHOLE_NUMBERS),
         "validation_split": (-0.1, 1.0, 2, math.nan, math.inf, True, "0.1", None),
     },
 }

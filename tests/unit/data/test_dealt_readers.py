@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from cyxtrain.data.slices import Slices
 from cyxtrain.data.sources.parts import Parts, parts_of
 from cyxtrain.data.sources.readers import RankReaders, in_turn, readers_of_evaluation, readers_of_training, samples_from
+from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
 LENGTHS = (11, 0, 5, 17, 1, 8)

@@ -10,6 +10,7 @@ import torch
 from cyxtrain.parallel.bucket import Bucket
 from cyxtrain.parallel.layout import NUM_SIGNALS, BucketSpec, ParameterSpec, bucket_layout
 from cyxtrain.ring import DIGITS
+from cyxtrain.world.slices import Slices
 
 MIB = 1 << 20
 CPU = torch.device("cpu")
@@ -126,7 +127,7 @@ def test_a_bucket_is_not_filled_again_before_what_it_sent_is_over():
     """A backward that raised has left it on its way; what is copied in now would travel in its place."""
     parameter = torch.nn.Parameter(torch.zeros(3))
     spec = bucket_layout([ParameterSpec(3, torch.float32, torch.device("cpu"))], 100)[0]
-    bucket = Bucket(spec, [parameter], 0, last=True)
+    bucket = Bucket(spec, [("weight", parameter)], 0, True, Slices())
     over = []
 
     class Work:

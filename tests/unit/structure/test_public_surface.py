@@ -115,7 +115,8 @@ SIGNATURES = {
     "validation_steps=None, validation_batch_size=None, num_processes=None, "
     "scheduler_interval=None, drop_last=False, float32_precision=None, channels_last=False, "
     "max_steps=None, validate_every_n_steps=0, validate_every_n_minutes=0.0, log_every_n_steps=0, "
-    "validation_stratify=False, load_best=False, readers=None)",
+    "validation_stratify=False, load_best=False, readers=None, "
+    "virtual_ranks=None, num_threads=None, log_hashes=None)",
     "AMPConfig": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0, growth_factor=2.0, "
     "backoff_factor=0.5)",
     "create_default_amp_config": "(use_dynamic_scaling=True, dynamic_history_size=2000, initial_scale=32768.0)",

@@ -27,7 +27,7 @@ from tests.structure import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-LINE_BUDGET = 54_510
+LINE_BUDGET = 56_560
 """Lines of the package. A new capability pays for itself, or raises this with a line in CHANGELOG.md."""
 MOST_FILES = 14
 
@@ -72,10 +72,11 @@ INSIDE = {
         "legacy_backend registered_backend",
         "backend",
     ],
-    "data": ["rng sampler slices", "order sharding", "batches", "feed", "sources"],
+    "data": ["rng sampler", "order sharding", "batches", "feed", "sources"],
     "parallel": [
         "layout finite consistency exchange synchronization",
-        "bucket gathering step_report",
+        "partial_sums gathering step_report",
+        "bucket",
         "compression sparse_gradients sync_flags",
         "reducer",
         "wrapper",
