@@ -46,9 +46,13 @@ def passes(size: int, number: int = 0) -> list[RankReaders]:
 def steps(ranks: list[RankReaders], step_size: int) -> list[list[list[Any]]]:
     """Returns the samples of each step to the end, by rank."""
     found = []
-    while any(step := [each.take_step(step_size) for each in ranks]):
+    divisions = [slices(rank, len(ranks)) for rank in range(len(ranks))]
+    while True:
+        taken = [each.take_step(step_size, own) for each, own in zip(ranks, divisions, strict=True)]
+        step = [of_rank[rank] for rank, of_rank in enumerate(taken)]
+        if not any(step):
+            return found
         found.append(step)
-    return found
 
 
 def by_step(size: int, step_size: int = 13, number: int = 0) -> list[list[Any]]:
@@ -197,3 +201,13 @@ def test_parquet_gives_columns_of_folders_converted_types_and_chosen_columns(tmp
     assert [*opened().read(1, 2)] == of_file
     with_folders = opened(("label", pyarrow.int32())).read(0, 1)
     assert [(sample["n"], sample["label"]) for sample in with_folders] == [(0, 0), (1, 0), (10, 1), (11, 1)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_slices_have_the_same_samples_whichever_rank_has_them(size):
+    expected = steps(passes(4), 13)
+    divisions = [Slices.of(dataclasses.replace(World(), rank=rank, size=size), 4) for rank in range(size)]
+    ranks = [RankReaders(PARTS, readers_of_training(READERS, each), READERS, seed=3, number=0) for each in divisions]
+    for step in expected:
+        taken = [each.take_step(13, own) for each, own in zip(ranks, divisions, strict=True)]
+        assert [samples for of_rank in taken for samples in of_rank.values()] == step
