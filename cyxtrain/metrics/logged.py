@@ -103,7 +103,7 @@ class LoggedNumbers:
         def roll_back() -> None:
             for numbers in kept:
                 numbers.roll_back()
-            self._parts = {**parts, **{number: Accumulator() for number in self._parts.keys() - parts.keys()}}
+            self._parts = dict(parts)
             self.enter_slice(None)
 
         return roll_back

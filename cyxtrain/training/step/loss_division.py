@@ -264,7 +264,7 @@ class DivisionBeforeForward(DivisionBeforeBackward):
             for _ in range(max_micro_batches - len(share)):
                 if self._setup.without_rows is not None:
                     self._setup.without_rows.forward(self._ddp.forward)
-        self._transaction.put_back_buffers()
+                    self._transaction.put_back_buffers()
         return weights
 
     def _count_slice(self, batches: Iterable[Batch], items: Tensor | int | None) -> list[Number]:
