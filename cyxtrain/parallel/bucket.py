@@ -145,6 +145,10 @@ class Bucket:
             self._ready[slot] = True
             self._missing -= 1
 
+    def parameter(self, slot: int) -> nn.Parameter:
+        """Return a parameter by its place."""
+        return self._parameters[slot]
+
     @property
     def complete(self) -> bool:
         """Whether every gradient of the running slice was taken."""

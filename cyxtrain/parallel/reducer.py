@@ -45,7 +45,7 @@ _open_reducers: weakref.WeakSet[Reducer] = weakref.WeakSet()  # all reducers wit
 class Reducer:
     """The buckets of a module's trained parameters, and the hooks that fill them.
 
-    Gradients are those of a slice per rank; of several slices, a rank ends each but its last one by `end_slice`.
+    Of a rank's slices, each ends with a backward; the last one of a step launches.
     """
 
     def __init__(
@@ -68,14 +68,16 @@ class Reducer:
         dense, sparse = split_sparse(parameters, model)
         self._sparse = SparseGradients(sparse)
         layout = _layout(dense, sparse, config, num_signals)
-        self._buckets = _make_buckets(layout, dense, config, world, slices or Slices.of(world))
+        self._slices = slices or Slices.of(world)
+        self._buckets = _make_buckets(layout, dense, config, world, self._slices)
         self.low_rank = install_compression(self._buckets, config)  # the gradients that PowerSGD exchanges, by name
         self._is_compressing = config.compression is not None
         self._world = world
         self._current_run: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
-        self._has_sums = False  # whether slices of the running step have ended
+        self._slices_ended = 0  # in the running step
+        self._moved: nn.Parameter | None = None  # the latest whose gradient was added to others of this rank
         self.flags = SyncFlags(self._buckets, self._names)
         self.held = False  # whether backward accumulates locally
         self.next_sync = Synchronization()  # what the next backward sends with its gradients
@@ -213,29 +215,13 @@ class Reducer:
         for bucket in self._buckets:
             bucket.observer = observer
 
-    def end_slice(self, *, absent: bool) -> None:
-        """Add what has accumulated in `.grad` to the sums of the step, and begin the next slice of this rank.
-
-        `absent`: the slice has no samples.
-        """
-        self._begin()
-        for bucket in self._buckets:
-            bucket.fill()
-            bucket.end_slice(self.next_sync, absent=absent)
-            bucket.next_slice()
-        self._has_sums = True
-        self.next_sync.end_slice()
-        self.unsynced = False
-        for parameter in self._trained:
-            parameter.grad = None
-
     def discard(self) -> None:
         """Forget what has accumulated, and was not averaged."""
         self.unsynced = False
-        self._has_sums = False
+        self._slices_ended = 0
 
     def synchronize(self, world: World, *, absent: bool = False, refuses_unused: bool = False) -> None:
-        """Average what has accumulated in `.grad`; a rank that is `absent` has no samples: zeros.
+        """Average what has accumulated in `.grad`, or add up a slice of it; one that is `absent` has no samples: zeros.
 
         `refuses_unused`: whether unused parameters are refused, unless the config allows them; all ranks alike.
         """
@@ -265,7 +251,20 @@ class Reducer:
         if bucket.launched:
             raise DistributedTrainingError(f"a gradient came after its bucket had been sent. {_REENTRANT}")
         bucket.take(slot)
-        self._launch()
+        if self._slices.is_virtual:
+            self._release(bucket.parameter(slot))
+        if self._is_in_last_slice:
+            self._launch()
+
+    @property
+    def _is_in_last_slice(self) -> bool:
+        return self._slices_ended == len(self._slices.owned) - 1
+
+    def _release(self, parameter: nn.Parameter | None) -> None:
+        """Free the gradient that was taken before this one: no hook looks at it any more, and its memory is hot."""
+        if self._moved is not None:
+            self._moved.grad = None
+        self._moved = parameter
 
     def at_end_of_backward(self) -> None:
         """Launch the remaining buckets, and wait for all. Called by autograd."""
@@ -287,7 +286,8 @@ class Reducer:
     def _begin(self) -> None:
         """Begin a synchronisation, unless an earlier slice of the step has."""
         self._absent = False
-        if self._has_sums:
+        self._moved = None
+        if self._slices_ended:
             return
         self.flags.read()  # of the previous synchronisation, if they are still on their way
         for bucket in self._buckets:
@@ -308,7 +308,10 @@ class Reducer:
             self._next_bucket += 1
 
     def _finish(self, *, refuses_unused: bool) -> None:
-        """Launch the remaining buckets, wait for all, and give the averages to the parameters."""
+        """End a slice; after the last one wait for all buckets, and give the averages to the parameters."""
+        if not self._is_in_last_slice:
+            self._end_slice()
+            return
         try:
             self._launch(rest=True)
             self._check_versions()
@@ -322,10 +325,25 @@ class Reducer:
         finally:
             self._current_run = None
             self._versions = None
-            self._has_sums = False
+            self._slices_ended = 0
             self.next_sync = Synchronization()
         self.unsynced = False
         self.flags.end_synchronization(flags_by_bucket, unused, refuses_unused=refuses_unused)
+
+    def _end_slice(self) -> None:
+        """Add a slice of this rank's, which is not the last one, to the sums of the step."""
+        self._current_run = None
+        self._check_versions()
+        self._versions = None
+        for bucket in self._buckets:
+            bucket.fill()
+            bucket.end_slice(self.next_sync, absent=self._absent)
+            bucket.next_slice()
+        self._slices_ended += 1
+        self.next_sync.end_slice()
+        self.unsynced = False
+        for parameter in self._trained:
+            parameter.grad = None
 
     def _receive(self) -> tuple[Sequence[Sequence[float] | None], list[nn.Parameter]]:
         """Wait for all, and give out the averages.

@@ -25,6 +25,7 @@ class Synchronization:
         weight: That of these losses; None: it does not travel.
         factor: By which the averages were multiplied.
         is_sent: Whether gradients were averaged; in a world of one, which has nobody to send to, from the beginning.
+        slices_ended: Of how many of this rank's slices the gradients were added up, or averaged.
         has_changed_averages: Whether the step has multiplied the averages: they are checked once more.
         has_shared_buffers: Whether a forward has shared buffers; another one does not share them again, as ranks may
             run different numbers of forwards.
@@ -37,6 +38,7 @@ class Synchronization:
         self.weight: MeanWeight | None = None
         self.factor: Tensor | float = 1.0
         self.is_sent = False
+        self.slices_ended = 0
         self.has_changed_averages = False
         self.has_shared_buffers = False
         self._received: Callable[[], Sequence[float]] = self._nothing_received
@@ -63,11 +65,13 @@ class Synchronization:
         """Begin the next slice: the loss and the weight of this one are among the gradients."""
         self.loss = None
         self.weight = None
+        self.slices_ended += 1
 
     def complete(self, factor: Tensor | float, received: Callable[[], Sequence[float]]) -> None:
         """Store what has come back; `received` returns the signals."""
         self.factor = factor
         self.is_sent = True
+        self.slices_ended += 1
         self._received = received
 
     @property

@@ -21,8 +21,6 @@ from cyxtrain.parallel.bucket import GradientObserver
 from cyxtrain.parallel.compression import gathered_state, load_state
 from cyxtrain.parallel.consistency.broadcasting import SharedBuffers, share_tensors, tensors_of
 from cyxtrain.parallel.consistency.replicas import check_replicas, check_same_module
-from cyxtrain.parallel.consistency.slice_buffers import SliceBuffers
-from cyxtrain.parallel.exchange import sum_over_slices
 from cyxtrain.parallel.finite import all_finite, values_of
 from cyxtrain.parallel.layout import NUM_SIGNALS
 from cyxtrain.parallel.reducer import Reducer, trained_parameters
@@ -90,7 +88,7 @@ class DistributedDataParallel(nn.Module):
     def use_slices(self, slices: Slices) -> None:
         """Average the gradients of slices from now on, with the same bits on any number of ranks. All ranks call it.
 
-        Each backward but the last of a step is within `no_sync`; call `end_slice` after each slice but the last.
+        Each backward outside `no_sync` ends a slice, as does `average_accumulated`; this rank's last one averages.
 
         Args:
             slices: Those of this rank, the same number of them in all on every rank.
@@ -103,11 +101,6 @@ class DistributedDataParallel(nn.Module):
         if self._reducer is not None:
             reducer.take_over(self._reducer)
         self._reducer = reducer
-
-    def end_slice(self) -> None:
-        """Add the gradients of one of this rank's slices, which is not its last one, to the sums of the step."""
-        if self._reducer is not None:
-            self._reducer.end_slice(absent=not self._reducer.unsynced)
 
     def observe(self, observer: GradientObserver | None) -> None:
         """Let `observer` see gradients from now on, those of this rank's slices as they are added up; None: nobody.
@@ -131,12 +124,6 @@ class DistributedDataParallel(nn.Module):
     def slices(self) -> Slices:
         """The slices of a step, of which this rank has some; by default one per rank."""
         return self._slices or Slices.of(self.world)
-
-    def begin_buffers(self) -> SliceBuffers:
-        """Return what joins the buffers of the slices of a step."""
-        slices = self.slices
-        group = self.world.cpu_tensors
-        return SliceBuffers(self.module, slices, lambda rows: sum_over_slices(rows, slices, group))
 
     @property
     def world(self) -> World:

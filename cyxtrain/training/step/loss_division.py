@@ -257,10 +257,11 @@ class DivisionBeforeForward(DivisionBeforeBackward):
         """
         weights: dict[int, list[Number]] = {}
         with torch.no_grad(), generators_kept(self._device), gathering_alone(), self._logged.repeating():
-            for part in share.parts:
-                with self._scope.entered(part):
+            with self._scope.of_slices():
+                for part in share.parts:
+                    self._scope.enter(part)
                     weights[part.number] = self._count_slice(share.batches(part.batches), items)
-                self._transaction.put_back_buffers()
+                    self._transaction.put_back_buffers()
             for _ in range(max_micro_batches - len(share)):
                 if self._setup.without_rows is not None:
                     self._setup.without_rows.forward(self._ddp.forward)

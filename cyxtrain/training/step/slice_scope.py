@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -12,6 +13,7 @@ from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.consistency.slice_buffers import SliceBuffers
+from cyxtrain.parallel.exchange import sum_over_slices
 from cyxtrain.training.state import TrainingState
 
 
@@ -42,25 +44,30 @@ class SliceScope:
         return 0 if self.slices is None else part.number
 
     @contextlib.contextmanager
-    def entered(self, part: Part) -> Iterator[None]:
-        """Give a slice random numbers of its own within, and this rank's again afterwards; likewise logged numbers."""
+    def of_slices(self) -> Iterator[None]:
+        """Let `enter` choose the slice within; random and logged numbers are this rank's again afterwards."""
         if self.slices is None:
             yield
             return
-        position = self._state.position
         with generators_kept(self._device):
-            seed = self._state.config.seed
-            seed_generators(seed, position.epoch, position.step, part.number, self._device)
-            self._logged.enter_slice(part.number)
             try:
                 yield
             finally:
                 self._logged.enter_slice(None)
 
+    def enter(self, part: Part) -> None:
+        """Give a slice random numbers of its own, and let what is logged from now on be of it."""
+        if self.slices is None:
+            return
+        position = self._state.position
+        seed_generators(self._state.config.seed, position.epoch, position.step, part.number, self._device)
+        self._logged.enter_slice(part.number)
+
     def begin_step(self) -> None:
         """Keep the buffers that each slice begins with."""
         if self.slices is not None:
-            self._buffers = self._ddp.begin_buffers()
+            add_up = partial(sum_over_slices, slices=self.slices, group=self._ddp.world.cpu_tensors)
+            self._buffers = SliceBuffers(self._ddp.module, self.slices, add_up)
 
     def end_slice(self, part: Part, rows: int) -> None:
         """Take what a slice of so many rows has changed in buffers."""

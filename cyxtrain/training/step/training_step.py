@@ -141,7 +141,7 @@ class TrainingStep:
         self._sync = self._ddp.begin_sync(self._multiplier, signals)
 
     def accumulate_micro_batch(self, batch: Batch, share: Share, *, is_last: bool) -> Result:
-        """Accumulate the gradients of a micro-batch; the last one of a step averages the sum over ranks."""
+        """Accumulate the gradients of a micro-batch; the last one ends its slice, and that of a step averages."""
         with contextlib.nullcontext() if is_last else self._ddp.no_sync():
             with self.clock.forward, gathers_kept() as gathers:
                 result = self._forward(batch)
@@ -249,29 +249,25 @@ class TrainingStep:
         results: list[Result] = []
         self._items = self._division.before_forward(share)
         self._scope.begin_step()
-        *earlier, last = share.parts
-        for part in earlier:
-            with self._scope.entered(part):
-                results += self._accumulate_slice(part, share, is_last=False)
-            self._division.attach_weight(share, self._sync)
-            self._ddp.end_slice()
-        with self._scope.entered(last):
-            results += self._accumulate_slice(last, share, is_last=True)
+        with self._scope.of_slices():
+            for part in share.parts:
+                self._scope.enter(part)
+                results += self._accumulate_slice(part, share)
         self._scope.end_step(share)
         self.clock.communicated(self.clock.backward, self._ddp.seconds_communicated())
         return results
 
-    def _accumulate_slice(self, part: Part, share: Share, *, is_last: bool) -> list[Result]:
+    def _accumulate_slice(self, part: Part, share: Share) -> list[Result]:
         """Accumulate the gradients of a slice; this rank's last one averages the sum over all."""
         results: list[Result] = []
         self._row = self._scope.row_of(part)
         self._division.begin_slice(part.number)
-        if is_last and not part.batches:
+        if not part.batches:
             self.join_without_rows(share)
         for batch in self.clock.data.each(share.batches(part.batches)):
             batch.items = self._items
-            ends_step = is_last and len(results) == len(part.batches) - 1
-            results.append(self.accumulate_micro_batch(batch, share, is_last=ends_step))
+            ends_slice = len(results) == len(part.batches) - 1
+            results.append(self.accumulate_micro_batch(batch, share, is_last=ends_slice))
             share.prefetch_next(self.clock.data)
         self._scope.end_slice(part, sum(result.rows for result in results))
         return results
@@ -286,10 +282,10 @@ class TrainingStep:
         # Where ranks have different numbers of micro-batches, SyncBatchNorm must not wait for the others.
         without_rows = self._setup.without_rows
         apart = contextlib.nullcontext() if without_rows is None else without_rows.using_running_statistics(self._ddp)
-        with apart, gathering_alone(), self._logged.repeating():
+        with apart, gathering_alone(), self._logged.repeating(), self._scope.of_slices():
             for part in share.parts:
-                with self._scope.entered(part):
-                    losses += self._losses_of(part, share, divisors, items)
+                self._scope.enter(part)
+                losses += self._losses_of(part, share, divisors, items)
         return losses
 
     def _losses_of(
@@ -325,7 +321,7 @@ class TrainingStep:
         return choose_division(self._ddp, self._setup, self.clock, self._logged, self._transaction, self._scope)
 
     def _accumulate_loss(self, loss: BatchLoss, gathers: Sequence[GatherCall], share: Share, *, is_last: bool) -> None:
-        """Run the backward of a micro-batch's loss; the last one averages the gradients of the step."""
+        """Run the backward of a micro-batch's loss; the last one of a slice adds up or averages its gradients."""
         with self.clock.backward:
             divisors = self._division.learn_divisors(loss, share)
             if is_last:
@@ -334,9 +330,10 @@ class TrainingStep:
             # Without a graph, backward would not reach the gathers, in whose backward other ranks wait.
             if gathers and all(each.value.is_leaf for _, _, each in self._loss.components(loss)):
                 value = depending_on(value, gathers)
+            ended = self._sync.slices_ended
             if value.requires_grad:
                 self._run_backward(value)
-            if is_last and not self._sync.is_sent:
+            if is_last and self._sync.slices_ended == ended:
                 # No gradient came: the loss is a constant, such as 0 if there is no pair of rows.
                 self._ddp.average_accumulated(others_run_backward=self._others_run_backward)
 

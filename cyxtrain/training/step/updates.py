@@ -106,7 +106,9 @@ class Updates:
         self._verdicts: defaultdict[str, list[Verdict]] = defaultdict(list)
         self.norms: list[Mapping[str, Tensor]] = []
         self._skipped = self._state.position.skipped
-        self._calls.begin(share, asks=self._call.optimizes)
+        # With virtual ranks no step may update: ranks without rows have nothing to follow.
+        if not self._ddp.slices.is_virtual:
+            self._calls.begin(share, asks=self._call.optimizes)
 
     def run(self, forward: Callable[[], _Result], rows: int, *, is_last: bool) -> _Result:
         """Return the result of a forward that may make updates; `is_last`: of this rank in the step."""
