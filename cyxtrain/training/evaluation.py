@@ -103,9 +103,9 @@ class Evaluation:
 def evaluate(call: Call, logged: LoggedNumbers) -> Evaluation:
     """Return loss, accuracy, metrics and what is logged in a call of `DistributedTrainer.evaluate`."""
     world = call.world
-    count = call.trainer.config.virtual_ranks
-    if count is not None and world.size <= count:
-        logged.use_slices(Slices.of(world, count))
+    slices = Slices.of(world, call.trainer.config.virtual_ranks)
+    if slices.is_virtual:
+        logged.use_slices(slices)
     with call.running() as measured:
         found = evaluate_rows(world, call.trainer.model, call.rows, call.callbacks, call, logged)
         assert found is not None
@@ -142,7 +142,7 @@ def evaluate_rows(
 
     def slice_of(number: int) -> int:
         # Data that each rank has for itself belong to a slice that the rank has.
-        return number % slices.count if rows.source.is_shared else slices.owned.start
+        return number % slices.count if rows.source.is_in_slices else slices.owned.start
 
     def begin(num_samples: int, number: int) -> None:
         logged.begin(num_samples, number)

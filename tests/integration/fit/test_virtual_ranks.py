@@ -146,7 +146,7 @@ def case(name: str) -> tuple[nn.Module, Any, tuple[Any, ...], dict[str, Any]]:
     if name == "stream":
         return mlp(), nn.CrossEntropyLoss(), (stream,), {"validation_data": stream}
     if name == "readers":
-        return mlp(), nn.CrossEntropyLoss(), (read,), {"readers": 16}
+        return mlp(), nn.CrossEntropyLoss(), (read,), {"readers": 16, "validation_data": read}
     if name == "weights":
         weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(3))
         return mlp(), nn.CrossEntropyLoss(), rows(), {"sample_weight": weights}
@@ -391,7 +391,10 @@ def test_more_ranks_than_virtual_ranks_are_refused_on_all():
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("convnet", 3), *(by_night(name, ranks) for name in ("mlp", "tokens", "own", "stream") for ranks in (2, 3, 8))],
+    [
+        ("convnet", 3),
+        *(by_night(name, ranks) for name in ("mlp", "tokens", "own", "stream", "readers") for ranks in (2, 3, 8)),
+    ],
 )
 def test_evaluate_and_predict_have_the_same_bits(name, ranks):
     one, *_ = everywhere(1, evaluated, name)
@@ -402,6 +405,6 @@ def test_evaluate_and_predict_have_the_same_bits(name, ranks):
 def evaluated(name: str) -> list[str]:
     trainer, _ = train(name, epochs=1)
     inputs, targets = tokens() if name == "tokens" else rows()
-    data = (stream,) if name == "stream" else (inputs, targets)
+    data = {"stream": (stream,), "readers": (read,)}.get(name, (inputs, targets))
     predicted = trainer.predict(inputs).float().numpy()
     return [json.dumps(trainer.evaluate(*data).to_dict()), hashlib.sha256(predicted.tobytes()).hexdigest()]
