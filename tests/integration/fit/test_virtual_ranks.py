@@ -227,7 +227,8 @@ def on(ranks: int, names: list[str], **more: Any) -> dict[str, str]:
 
 
 DAILY = ["mlp", "convnet"]
-OTHERS = ["tokens", "own", "loader", "stream", "readers", "weights", "fp16", "unused"]
+MODELS = [*DAILY, "tokens", "own"]
+KINDS = ["loader", "stream", "readers", "weights", "fp16", "unused"]
 
 
 def test_two_models_have_the_same_bits_on_1_2_3_and_8_ranks():
@@ -238,7 +239,7 @@ def test_two_models_have_the_same_bits_on_1_2_3_and_8_ranks():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", [*DAILY, *OTHERS])
+@pytest.mark.parametrize("name", KINDS)
 def test_every_kind_has_the_same_bits_on_1_to_8_ranks(name):
     found = {ranks: on(ranks, [name])[name] for ranks in (1, 2, 3, 4, 6, 8)}
     assert len(set(found.values())) == 1, found
@@ -263,7 +264,7 @@ def joined(name: str, more: dict[str, Any]) -> tuple[str, str, bool]:
 @pytest.mark.nightly
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("name", ["mlp", "convnet", "tokens", "own"])
+@pytest.mark.parametrize("name", MODELS)
 def test_every_transport_has_the_same_bits_on_1_to_8_ranks(name, transport, accumulation):
     variables, connected, shares = TRANSPORTS[transport]
     more = {"accumulation_steps": accumulation}
@@ -273,7 +274,7 @@ def test_every_transport_has_the_same_bits_on_1_to_8_ranks(name, transport, accu
         assert found == [(one, connected, shares)] * ranks
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", ["tokens", "own", *KINDS])
 def test_every_kind_has_the_same_bits_on_1_and_3_ranks(name):
     assert on(1, [name]) == on(3, [name])
 
