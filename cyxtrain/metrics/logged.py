@@ -38,7 +38,7 @@ class LoggedNumbers:
         self._reduces: dict[str, str] = {}
         self._numbers = Accumulator()
         # With virtual ranks: a part for each slice, and one for what is logged outside of slices.
-        self._slices: Slices | None = None
+        self.slices: Slices | None = None
         self._parts: dict[int, Accumulator] = {}
         self._apart: LoggedNumbers | None = None
         self._is_repeating = False
@@ -48,14 +48,14 @@ class LoggedNumbers:
 
         What is logged outside of slices counts once, as rank 0 has it.
         """
-        if self._slices != slices:
-            self._slices = slices
+        if self.slices != slices:
+            self.slices = slices
             self._parts = {slices.count: self._numbers}
 
     def enter_slice(self, number: int | None) -> None:
         """Begin a slice; None: what comes next is outside of slices."""
-        if self._slices is not None:
-            self._numbers = self._parts.setdefault(self._slices.count if number is None else number, Accumulator())
+        if self.slices is not None:
+            self._numbers = self._parts.setdefault(self.slices.count if number is None else number, Accumulator())
 
     @property
     def has_any(self) -> bool:
@@ -70,6 +70,8 @@ class LoggedNumbers:
         for prefix in prefixes:
             best.update(name.removeprefix(prefix) for name in self.best_names if name and prefix in name)
         inner = self._apart = LoggedNumbers(self.reserved, best)
+        if self.slices is not None:
+            inner.use_slices(self.slices)
         try:
             yield inner
         finally:
@@ -185,7 +187,7 @@ class LoggedNumbers:
 
     def state(self) -> dict[str, Any]:
         """Return this rank's sums as JSON values, with virtual ranks by slice; waits for the device."""
-        if self._slices is not None:
+        if self.slices is not None:
             return {str(number): self._state_of(numbers) for number, numbers in self._parts.items()}
         return self._state_of(self._numbers)
 
@@ -196,12 +198,12 @@ class LoggedNumbers:
 
     def restore(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Continue from the sums of one or several ranks; with virtual ranks, those of all ranks of a checkpoint."""
-        if self._slices is None:
+        if self.slices is None:
             self._restore_part(self._numbers, states)
             return
-        by_slice = _by_slice(states, self._slices)
+        by_slice = _by_slice(states, self.slices)
         self._parts = {}
-        for number in (*self._slices.owned, self._slices.count):
+        for number in (*self.slices.owned, self.slices.count):
             self.enter_slice(number)
             self._restore_part(self._numbers, [by_slice.get(number, {})])
 
@@ -239,8 +241,8 @@ class LoggedNumbers:
 
     def _joined(self, states: Sequence[Mapping[str, Any]]) -> LoggedNumbers:
         """Return the numbers of these states of ranks, added up in the order of ranks, or of slices."""
-        if self._slices is not None:
-            by_slice = _by_slice(states, self._slices)
+        if self.slices is not None:
+            by_slice = _by_slice(states, self.slices)
             states = [by_slice[number] for number in sorted(by_slice)]
         joined_numbers = LoggedNumbers()
         joined_numbers.larger_is_better = self.larger_is_better
@@ -249,7 +251,7 @@ class LoggedNumbers:
 
     def lazy_values(self) -> dict[str, Callable[[], float]]:
         """Return a function for each number of this rank."""
-        if self._slices is not None:
+        if self.slices is not None:
             return self._joined([self.state()]).lazy_values()
         return {name: partial(number_of, reduce, pair) for name, (reduce, pair) in self._numbers.kept().items()}
 

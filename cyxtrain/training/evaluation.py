@@ -103,6 +103,9 @@ class Evaluation:
 def evaluate(call: Call, logged: LoggedNumbers) -> Evaluation:
     """Return loss, accuracy, metrics and what is logged in a call of `DistributedTrainer.evaluate`."""
     world = call.world
+    slices = Slices.of(world, call.trainer.config.virtual_ranks)
+    if slices.is_virtual:
+        logged.use_slices(slices)
     with call.running() as measured:
         found = evaluate_rows(world, call.trainer.model, call.rows, call.callbacks, call, logged)
         assert found is not None
@@ -123,31 +126,46 @@ def evaluate_rows(
     """Return loss, accuracy and metrics over all samples, on every rank; None: this rank stopped early.
 
     If a callback ends the evaluation, they cover the batches done so far. `should_stop` is called after each batch; it
-    returns whether to skip the rest.
+    returns whether to skip the rest. If numbers are `logged` by slice, batch i belongs to slice i mod V: then sums do
+    not depend on the ranks.
     """
     loss = rows.loss
     logged.reserved |= {*loss.shown, *rows.metrics.names}
     batches = rows.source.num_batches(rows.batch_size)
-    totals = MetricSums(batches or 1, loss, rows.metrics)  # a row per batch: it does not matter which rank adds it
-    run = BatchRun(world, model, rows, "test", callbacks, display)
+    slices = logged.slices or Slices.of(world)
+    num_rows = batches or 1  # a row per batch: it does not matter which rank adds it
+    if batches is None and slices.is_virtual:
+        num_rows = slices.count
+    totals = MetricSums(num_rows, loss, rows.metrics, logged.slices)
+    run = BatchRun(world, model, rows, "test", callbacks, display, slices=logged.slices)
     whole_sets = [(each, Outputs(each.structure, owner=f"the metric {each.name}")) for each in rows.metrics.whole_sets]
+
+    def slice_of(number: int) -> int:
+        # Data that each rank has for itself belong to a slice that the rank has.
+        return number % slices.count if rows.source.is_in_slices else slices.owned.start
+
+    def begin(num_samples: int, number: int) -> None:
+        logged.begin(num_samples, number)
+        logged.enter_slice(slice_of(number))
 
     def evaluate_batch(batch: Batch) -> None:
         with torch.no_grad(), gathering_alone():
             output = rows.call.without_graph(model, batch)
             loss.check_shapes(output, batch.targets)
-            # The batches of a stream, whose number is unknown, share one row of sums.
-            row = 0 if batches is None else batch.number
+            number = slice_of(batch.number)
+            # The batches of a stream, whose number is unknown, share one row of sums, or one of each slice.
+            row = number % num_rows if batches is None else batch.number
             batch_loss = loss(output, batch)
             output = loss.measured_part(output)
             totals.add(row, batch_loss, correct_of(output, batch.labels, loss))
-            totals.metrics.add(output, batch.labels, batch.rows)
+            totals.metrics.add(output, batch.labels, batch.rows, number)
             logged.add_parts(batch_loss.parts, loss.shown)
             for metric, kept in whole_sets:
                 kept.add(metric.kept(output, batch.labels, loss), batch)
         run.end_batch(batch, totals.lazy_values, totals.cheap_values)
 
-    is_stopped = run.all_batches(evaluate_batch, should_stop, begin=logged.begin)
+    is_stopped = run.all_batches(evaluate_batch, should_stop, begin=begin)
+    logged.enter_slice(None)
     logged.rows = 1
     measured = totals.over_ranks(world)
     for metric, kept in whole_sets:
@@ -226,10 +244,10 @@ class BatchRun:
     """A run of a model, in evaluation mode, over a rank's share of batches, with callbacks and a display.
 
     If any rank's callbacks have a hook of batches, the ranks take turns and agree after each batch, by a small
-    all_reduce, whether to continue: so all end together, with the first batches done.
+    all_reduce, whether to continue: so all end together, with the first batches done (of each slice).
 
-    `kind` is "test" or "predict", as in the names of hooks; `group` and `done`: as `BatchShare`; `is_ended` tells
-    whether a rank has ended the run before the last batch.
+    `kind` is "test" or "predict", as in the names of hooks; `group`, `done` and `slices`: as `BatchShare`; `is_ended`
+    tells whether a rank has ended the run before the last batch.
     """
 
     def __init__(
@@ -242,6 +260,7 @@ class BatchRun:
         display: Display,
         group: int = 0,
         done: frozenset[int] = frozenset(),
+        slices: Slices | None = None,
     ) -> None:
         self._world = world
         self._model = model
@@ -251,7 +270,9 @@ class BatchRun:
         self._display = display
         (any_may_end,) = _any_rank(world, callbacks.may_end(kind))
         self._agrees = any_may_end and not world.sends_nothing
-        self._share = BatchShare(Slices.of(world), group or int(self._agrees), done)
+        if slices is None or not rows.source.is_shared:
+            slices = Slices.of(world)
+        self._share = BatchShare(slices, group or int(self._agrees or slices.is_virtual), done)
         batches = rows.source.num_batches(rows.batch_size)
         self._num_batches = 0 if batches is None else len(self._share.of(batches))
         self._ends_unknown = batches is None and rows.source.is_shared

@@ -36,8 +36,8 @@ class Slices:
 
     @classmethod
     def of(cls, world: World, count: int | None = None) -> Slices:
-        """Divide `count` slices among the ranks, neighbouring ones to each; None: one slice per rank."""
-        if count is None:
+        """Divide `count` slices among the ranks, neighbouring ones to each; None, or too few: one slice per rank."""
+        if count is None or count < world.size:
             return cls(world.size, range(world.rank, world.rank + 1), world.size)
         return cls(count, owned_by(world.rank, world.size, count), world.size, is_virtual=True)
 

@@ -7,6 +7,7 @@ reader follows from the number of steps.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import operator
@@ -161,10 +162,10 @@ class RankReaders:
         of_each = -(-count // max(len(self._owned), 1))
         return in_turn([each.peek(of_each) for each in self._owned.values()])[:count]
 
-    def batches(self, size: int) -> Iterator[list[Any]]:
+    def batches(self, size: int, readers: Iterable[int]) -> Iterator[list[Any]]:
         """Yield the samples of one reader after the other, that many at once."""
-        for each in self._owned.values():
-            while samples := each.take(size):
+        for reader in readers:
+            while samples := self._owned[reader].take(size):
                 yield samples
 
     def _share(self, reader: int, step_size: int) -> int:
@@ -182,7 +183,8 @@ class ReaderSource(FirstBatchSource):
         self._parts = parts
         self._what = parts.what
         self._seed = config.seed
-        slices = Slices.of(world, config.virtual_ranks if trains else None)
+        slices = Slices.of(world, config.virtual_ranks)
+        self._slices = slices
         self.readers = config.readers or slices.count
         if trains:
             parts.check(self.readers, slices.count)
@@ -238,12 +240,18 @@ class ReaderSource(FirstBatchSource):
 
     @override
     def whole_batches(self, batch_size: int, placement: Placement, share: BatchShare) -> Iterator[Batch]:
-        """Yield the batches of this rank's readers, numbered on this rank."""
+        """Yield the batches of this rank's readers, numbered on this rank; with virtual ranks, as `is_in_slices`."""
 
         def own() -> Iterator[tuple[int, Rows]]:
-            batches = self.begin_pass(0).batches(batch_size)
-            for number, samples in zip(self._numbers(share), batches, strict=False):
-                yield number, self.checked(collated(samples))
+            begun = self.begin_pass(0)
+            for number in self._slices.owned:
+                of_slice = dataclasses.replace(self._slices, owned=range(number, number + 1))
+                batches = begun.batches(batch_size, readers_of_evaluation(self.readers, of_slice))
+                places = self._numbers(share._replace(slices=of_slice))
+                for place, samples in zip(places, batches, strict=False):
+                    if of_slice.is_virtual:
+                        place = place * of_slice.count + number
+                    yield place, self.checked(collated(samples))
 
         return on_device(own(), make_copier(placement))
 

@@ -131,6 +131,7 @@ class StreamSource(FirstBatchSource):
         self._take_form(summaries)
         is_same = all(summary["hash"] == summaries[0]["hash"] for summary in summaries)
         self.is_shared = is_same if sharded is None else not sharded
+        self.is_in_slices = self.is_shared
         if sharded is False:
             self._check_sizes([summary["rows"] for summary in summaries])
         if not self.is_shared:

@@ -190,7 +190,7 @@ def plan_fit(
     check_batch_norm(model, device, wanted=config.sync_batchnorm)
     sparse = makes_sparse_gradients(model)
     fused = tuple(name for name, each in trainer.optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
-    by_layer = compiles_by_layer(model, config.compile, device, world.size)
+    by_layer = compiles_by_layer(model, config.compile, device, config.virtual_ranks or world.size)
     plan = FitPlan(world, config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
     may_log = callbacks.may_log or trainer.logged.has_any
     plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)

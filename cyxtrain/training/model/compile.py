@@ -44,7 +44,7 @@ def check_compiler(mode: bool | str, device: torch.device) -> None:
         ) from error
 
 
-def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, world_size: int) -> bool:
+def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, num_slices: int) -> bool:
     """Return whether a fit compiles the model's layers one by one; raise ConfigError if it cannot compile.
 
     Only then are gradients averaged while backward runs. On CPUs the model is compiled as a whole: there, compiling by
@@ -55,7 +55,7 @@ def compiles_by_layer(model: nn.Module, mode: bool | str, device: torch.device, 
     check_compiler(mode, device)
     if torch_compat.compiled_call(model) is not None:  # the user has compiled it
         return False
-    return world_size > 1 and is_accelerator(device) and bool(layers_to_compile(model, mode))
+    return num_slices > 1 and is_accelerator(device) and bool(layers_to_compile(model, mode))
 
 
 def layers_to_compile(model: nn.Module, mode: bool | str) -> list[nn.Module]:

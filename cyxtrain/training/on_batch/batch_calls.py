@@ -95,7 +95,7 @@ class BatchCalls(TrainerView, TrainerSteps):
             return_dict: As in `train_on_batch`.
         """
         rows = _rows_of("test_on_batch", x)
-        batch_size = -(-rows // self.get_world_size())
+        batch_size = -(-rows // (self.config.virtual_ranks or self.get_world_size()))
         return _returned(dict(self.evaluate(x, y, sample_weight=sample_weight, batch_size=batch_size)), return_dict)
 
     def predict_on_batch(self: Any, x: Any) -> Any:
@@ -105,7 +105,7 @@ class BatchCalls(TrainerView, TrainerSteps):
             x: As in `train_on_batch`, divided among the ranks.
         """
         rows = _rows_of("predict_on_batch", x)
-        return self.predict(x, batch_size=-(-rows // self.get_world_size()))
+        return self.predict(x, batch_size=-(-rows // (self.config.virtual_ranks or self.get_world_size())))
 
 
 def _opened(
@@ -142,7 +142,7 @@ def _step(
     state.set(callbacks=Callbacks(), stop_training=False, columns=dict(source.columns))
     with generators_kept(device):
         # By the step: each batch draws other numbers, and a resumed program the same ones.
-        seed_generators(config.seed, 0, state.position.step, world.rank, device)
+        seed_generators(config.seed, 0, state.position.step, plan.own_generators, device)
         put_into_training(state.model, *data.loss.modules)
         shares = source.feed(config, world).shares(Place(0, 0, 0), data.placement, 1)
         with contextlib.closing(shares), Session(state, data, ddp, logged) as session:

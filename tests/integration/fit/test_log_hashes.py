@@ -91,8 +91,9 @@ def train(folder: str, flip: Flip | None, ranks: int, more: dict[str, Any]) -> s
     trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), torch.optim.Adam(model.parameters(), 1e-2))
     settings: dict[str, Any] = {"virtual_ranks": V, "batch_size": 2, "epochs": 2, "verbose": False, "log_hashes": 1}
     settings["check_replicas_every_n_steps"] = 0  # it would end a fit with a flipped weight
-    settings |= {name: value for name, value in more.items() if name != "csv"}
-    trainer.fit(*make_rows(V * 2 * STEPS // 2 - 5), checkpoint_dir=folder, callbacks=callbacks, **settings)
+    settings |= {name: value for name, value in more.items() if name not in ("csv", "steps")}
+    rows = make_rows(V * 2 * more.get("steps", STEPS) // 2 - 5)
+    trainer.fit(*rows, checkpoint_dir=folder, callbacks=callbacks, **settings)
     return fingerprint(model)
 
 
@@ -257,6 +258,24 @@ def test_replay_tells_which_run_has_departed(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "different: the parameters when step 6 begins\n  rank 0: 3.weight\n" in out
     assert "All is equal after step 4: the difference arises in step 5." in out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("seed", range(12))
+def test_hashes_every_50_steps_name_the_interval_and_replay_the_run(tmp_path, monkeypatch, capsys, seed):
+    generator = random.Random(seed)
+    ranks, others, again = (generator.choice((1, 2, 3)) for _ in range(3))
+    # One of its large bits, which changes what is computed with it.
+    flip = random_flip(seed, ranks)._replace(step=generator.randint(51, 99), bit=22)
+    often = {"steps": 100, "log_hashes": 50, "checkpoint_every_n_steps": 50}
+    clean = logged(tmp_path / "clean", others, **often)
+    departed = logged(tmp_path / "departed", ranks, flip, **often)
+    assert bisect(clean, departed) == 1
+    out = capsys.readouterr().out
+    assert "different: the parameters when step 100 begins\n" in out
+    assert "All is equal after step 50: the difference arises in steps 51 to 99." in out
+    assert replayed(monkeypatch, clean, 100, again, **often) == 0
+    assert replayed(monkeypatch, departed, 100, again, **often) == 1
 
 
 def test_replay_refuses_steps_that_were_not_logged_and_names_a_program_that_ends_before(tmp_path, monkeypatch, capsys):

@@ -124,7 +124,8 @@ def test_an_evaluation_reads_one_reader_after_the_other(size):
     owned = [readers_of_evaluation(READERS, slices(rank, size)) for rank in range(size)]
     assert [*itertools.chain(*owned)] == [*range(READERS)]
     ranks = [RankReaders(PARTS, each, READERS, seed=3, number=0) for each in owned]
-    found = [sample[:2] for each in ranks for batch in each.batches(4) for sample in batch]
+    batches = [each.batches(4, own) for each, own in zip(ranks, owned, strict=True)]
+    found = [sample[:2] for batch in itertools.chain(*batches) for sample in batch]
     assert found == [(reader, place) for reader, length in enumerate(LENGTHS) for place in range(length)]
 
 
