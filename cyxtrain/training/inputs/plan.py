@@ -29,8 +29,15 @@ from cyxtrain.training.inputs.checks import check_trained
 from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.fit_length import FitLength, all_steps, requested_steps, steps_per_epoch
 from cyxtrain.training.inputs.slice_orders import check_slice_orders
-from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit, size_of_validation
-from cyxtrain.training.inputs.virtual_ranks import check_data_and_step
+from cyxtrain.training.inputs.training_data import (
+    Sources,
+    by_name,
+    naming_validation,
+    open_fit,
+    raised_on_all_ranks,
+    size_of_validation,
+)
+from cyxtrain.training.inputs.virtual_ranks import check_data_and_step, check_ranks
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
@@ -43,6 +50,7 @@ from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
+from cyxtrain.world.consensus import arithmetic_of_rank
 from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
@@ -100,6 +108,9 @@ class FitPlan:
     def merged_with(self, facts_by_rank: Sequence[dict[str, Any]]) -> FitPlan:
         """Return the plan with the facts of all ranks; refuse ranks that share a GPU over NCCL."""
         check_devices(self.world, facts_by_rank, self.data.placement.device)
+        if self.slices.is_virtual:
+            with raised_on_all_ranks():
+                check_ranks(self.slices.count, [facts["_arithmetic"] for facts in facts_by_rank])
         for number, rows in enumerate((self.data, *self.validation.values())):
             rows.loss.join_names([facts["_shown"][number] for facts in facts_by_rank])
         self.data.loss.weight_per_row = max(facts["_weight_per_row"] for facts in facts_by_rank)
@@ -190,7 +201,7 @@ def plan_fit(
     check_batch_norm(model, device, wanted=config.sync_batchnorm)
     sparse = makes_sparse_gradients(model)
     fused = tuple(name for name, each in trainer.optimizers.items() if can_fuse(each, config.fused_optimizer, sparse))
-    by_layer = compiles_by_layer(model, config.compile, device, world.size)
+    by_layer = compiles_by_layer(model, config.compile, device, config.virtual_ranks or world.size)
     plan = FitPlan(world, config, data, validation, feed, display, arguments.resume, callbacks, fused, by_layer)
     may_log = callbacks.may_log or trainer.logged.has_any
     plan = replace(plan, initial_epoch=arguments.initial_epoch, may_log=may_log)
@@ -211,6 +222,7 @@ def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: n
     data = plan.data
     return {
         **device_facts(data.placement.device),
+        "_arithmetic": arithmetic_of_rank(data.placement.device),
         **_facts_of_sources(opened, plan.world),
         "the effective batch size": plan.feed.effective_batch_size,
         "resume": plan.resume,
