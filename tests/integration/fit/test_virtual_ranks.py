@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fitting import everywhere, fingerprint, keep_only, run_world, seeded
+from fitting import everywhere, fingerprint, keep_only, run_new_world, run_world, seeded
 from markers import needs_compiler
 from refusals import ending, refusal, refuses
 from torch import Tensor, nn
@@ -219,7 +219,7 @@ def test_compiled_models_have_the_same_bits_on_1_and_3_ranks():
 @needs_compiler
 @pytest.mark.timeout(300)
 def test_a_compiled_model_with_too_many_shapes_ends_the_fit():
-    [words] = run_world(1, with_few_shapes, seconds=200)
+    [words] = run_new_world(1, with_few_shapes, seconds=200)
     assert "FailOnRecompileLimitHit" in words
 
 
@@ -234,7 +234,7 @@ COMPILED = {"compile": True}
 def test_layers_are_compiled_alike_on_any_number_of_ranks(monkeypatch):
     found: list[int] = []
     monkeypatch.setattr(plan, "compiles_by_layer", lambda *arguments: found.append(arguments[-1]))
-    everywhere(1, bits, "mlp")
+    everywhere(1, train, "mlp")
     assert found == [V]
 
 
