@@ -16,6 +16,7 @@ from cyxtrain.errors import ConfigError, counted, shortened
 from cyxtrain.optim.optimizers import needs_closure
 from cyxtrain.parallel.sparse_gradients import makes_sparse_gradients
 from cyxtrain.training.inputs.checked_data import CheckedData, TrainerArguments
+from cyxtrain.training.inputs.training_data import raised_on_all_ranks
 from cyxtrain.training.model.own_steps import SLICES_EXCLUDE_UPDATES
 from cyxtrain.world.consensus import differing_types
 
@@ -60,7 +61,8 @@ def check_ranks(count: int, by_rank: Sequence[Mapping[str, str]]) -> None:
     Raises:
         ConfigError: With what each rank has, and a remedy.
     """
-    refuse_first(count, _problems_of_ranks(by_rank))
+    with raised_on_all_ranks():
+        refuse_first(count, _problems_of_ranks(by_rank))
 
 
 def refuse_first(count: int, problems: Iterator[str]) -> None:

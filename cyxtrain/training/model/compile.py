@@ -104,7 +104,7 @@ def compiled(model: nn.Module, config: DistributedTrainingConfig, *, by_layer: b
     with contextlib.ExitStack() as stack:
         if config.virtual_ranks is not None:
             options["dynamic"] = False
-            stack.enter_context(torch.compiler.config.patch(fail_on_recompile_limit_hit=True))
+            stack.enter_context(torch.compiler.config.patch(fail_on_recompile_limit_hit=True))  # type: ignore[attr-defined]
         for part, call in before:
             stack.callback(torch_compat.set_compiled_call, part, call)
             # A layer that the user has compiled keeps its mode.
