@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import platform
@@ -20,6 +21,7 @@ def count_usable_cores() -> int:
     return max(1, int(min(cores, cgroup_quota())))
 
 
+@functools.cache
 def processor_name() -> str:
     """Return the processor's name, such as "Intel(R) Xeon(R) Platinum 8481C", or its architecture."""
     with contextlib.suppress(OSError):  # only Linux has this file

@@ -61,10 +61,10 @@ _COMMUNICATION_VARIABLES = (
 )
 """What decides how ranks meet and communicate, here and in the libraries below."""
 _ARITHMETIC_VARIABLES = (
-    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "MKL_NUM_THREADS", "OMP_NUM_THREADS"),
-    *("ONEDNN_MAX_CPU_ISA", "ONEDNN_DEFAULT_FPMATH_MODE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
+    *("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"),
+    *("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE"),
 )
-"""What decides how the libraries below compute."""
+"""What decides how the libraries below compute, besides the number of threads."""
 
 
 def number(name: str, variables: Variables = ENVIRON) -> int | None:
@@ -190,7 +190,7 @@ def settings_found(variables: Variables = ENVIRON) -> dict[str, str]:
 
 
 def arithmetic_variables(variables: Variables = ENVIRON) -> dict[str, str]:
-    """Return the variables that decide how libraries compute."""
+    """Return the variables that decide how libraries compute, except numbers of threads."""
     return {name: variables[name] for name in _ARITHMETIC_VARIABLES if variables.get(name)}
 
 

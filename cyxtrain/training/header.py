@@ -28,7 +28,7 @@ from cyxtrain.training.model.compile import explain_compiled
 from cyxtrain.training.state import Position, TrainingState
 from cyxtrain.training.step.hash_log import hashes_file
 from cyxtrain.world import runtime
-from cyxtrain.world.consensus import backends_of
+from cyxtrain.world.consensus import arithmetic_of_rank, backends_of
 from cyxtrain.world.world import World
 
 _BACKENDS = {
@@ -319,6 +319,8 @@ def numerics_of(model: nn.Module, plan: FitPlan, ddp_config: DDPConfig) -> dict[
     if device.type == "cpu":
         numerics["the number of threads per rank"] = plan.config.threads_of_fit or torch.get_num_threads()
     numerics["the precision of float32 products"] = _product_precision(device, plan.config.float32_precision)
+    if plan.slices.is_virtual:  # otherwise ranks may differ in it
+        numerics |= arithmetic_of_rank(device)
     # A rank alone exchanges no gradients.
     if plan.world.size > 1:
         numerics["the size of buckets"] = ddp_config.bucket_size_mb

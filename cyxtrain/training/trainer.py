@@ -365,7 +365,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             for name in plan.fused_optimizers:
                 stack.enter_context(fused(self.optimizers[name]))
             stack.enter_context(recomputed(self._recomputed))
-            stack.enter_context(compiled(self.model, plan.config.compile, by_layer=plan.compiles_layers))
+            stack.enter_context(compiled(self.model, plan.config, by_layer=plan.compiles_layers))
             for wrapper in self._wrappers:
                 stack.enter_context(wrapper.suspended())
             try:

@@ -1,4 +1,4 @@
-"""What ranks compare: the backends of a group, and how their CPUs compute."""
+"""What ranks compare: the backends of a group, and what they compute with."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from cyxtrain.environment import process_env
+from cyxtrain.environment.accelerator import is_accelerator, name_of
+from cyxtrain.environment.cpu import processor_name
 
 
 def backends_of(group: Any = None) -> dict[str, str]:
@@ -34,11 +38,30 @@ def own_arithmetic() -> str:
     return f"{torch.backends.cpu.get_cpu_capability()} {digest[:8]}"
 
 
+def arithmetic_of_rank(device: torch.device) -> dict[str, str]:
+    """Return what a rank that trains on a device computes with, by its name in messages: what may change bits.
+
+    Numbers of threads, which a fit sets, are not part of it.
+    """
+    variables = [f"{name}={value}" for name, value in process_env.arithmetic_variables().items()]
+    found = {
+        "PyTorch": str(torch.__version__),
+        "the processor": processor_name(),
+        "the CPU kernels of PyTorch": own_arithmetic(),
+        "torch.backends.mkldnn.enabled": str(torch.backends.mkldnn.enabled),
+        "torch.use_deterministic_algorithms": str(torch.are_deterministic_algorithms_enabled()),
+        "the environment of MKL, oneDNN and CUDA": " ".join(variables) or "without settings",
+    }
+    if is_accelerator(device):
+        found["the accelerator"] = name_of(device)
+    return found
+
+
 def differing_types(by_rank: Sequence[str]) -> str:
-    """Return which ranks have which CPUs, from the `own_arithmetic` of each; "": all have the same."""
+    """Return which ranks have which CPUs, or other values, from those of each; "": all have the same."""
     ranks: dict[str, list[str]] = {}
-    for rank, cpu in enumerate(by_rank):
-        ranks.setdefault(cpu, []).append(str(rank))
+    for rank, value in enumerate(by_rank):
+        ranks.setdefault(value, []).append(str(rank))
     if len(ranks) < 2:
         return ""
-    return "; ".join(f"rank {', '.join(own)}: {cpu}" for cpu, own in ranks.items())
+    return "; ".join(f"rank {', '.join(own)}: {value}" for value, own in ranks.items())

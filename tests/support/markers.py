@@ -1,14 +1,18 @@
-"""Which cases of a test are nightly: `by_night` marks a value, `nightly_where` combinations of values."""
+"""Which cases of a test are nightly: `by_night` marks a value, `nightly_where` combinations; and what they need."""
 
 from __future__ import annotations
 
 import inspect
+import shutil
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import pytest
 
 Test = TypeVar("Test", bound=Callable[..., Any])
+needs_compiler = pytest.mark.skipif(
+    not any(map(shutil.which, ("g++", "clang++", "cl"))), reason="there is no C++ compiler"
+)
 
 
 def by_night(*values: object, id: str | None = None) -> Any:

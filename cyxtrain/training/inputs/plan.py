@@ -30,7 +30,7 @@ from cyxtrain.training.inputs.facts import model_facts, optimizer_facts
 from cyxtrain.training.inputs.fit_length import FitLength, all_steps, requested_steps, steps_per_epoch
 from cyxtrain.training.inputs.slice_orders import check_slice_orders
 from cyxtrain.training.inputs.training_data import Sources, by_name, naming_validation, open_fit, size_of_validation
-from cyxtrain.training.inputs.virtual_ranks import check_data_and_step
+from cyxtrain.training.inputs.virtual_ranks import check_data_and_step, check_ranks
 from cyxtrain.training.model.compile import compiles_by_layer
 from cyxtrain.training.model.own_steps import accumulation_excludes
 from cyxtrain.training.model.placement import (
@@ -43,6 +43,7 @@ from cyxtrain.training.state import Position
 from cyxtrain.training.trained import trained_with
 from cyxtrain.workers.machine import ranks_by_cores
 from cyxtrain.world import runtime
+from cyxtrain.world.consensus import arithmetic_of_rank
 from cyxtrain.world.slices import Slices
 from cyxtrain.world.world import World
 
@@ -98,8 +99,10 @@ class FitPlan:
         return self.data.call.precision.dtype or self.data.placement.dtype
 
     def merged_with(self, facts_by_rank: Sequence[dict[str, Any]]) -> FitPlan:
-        """Return the plan with the facts of all ranks; refuse ranks that share a GPU over NCCL."""
+        """Return the plan with the facts of all ranks; refuse ranks that do not suit each other."""
         check_devices(self.world, facts_by_rank, self.data.placement.device)
+        if self.slices.is_virtual:
+            check_ranks(self.slices.count, [facts["_arithmetic"] for facts in facts_by_rank])
         for number, rows in enumerate((self.data, *self.validation.values())):
             rows.loss.join_names([facts["_shown"][number] for facts in facts_by_rank])
         self.data.loss.weight_per_row = max(facts["_weight_per_row"] for facts in facts_by_rank)
@@ -211,6 +214,7 @@ def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: n
     data = plan.data
     return {
         **device_facts(data.placement.device),
+        "_arithmetic": arithmetic_of_rank(data.placement.device),
         **_facts_of_sources(opened, plan.world),
         "the effective batch size": plan.feed.effective_batch_size,
         "resume": plan.resume,

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import torch_compat
 from cyxtrain.environment.accelerator import is_accelerator, may_use_cuda_graphs
 from cyxtrain.errors import ConfigError
@@ -85,24 +86,31 @@ def explain_compiled(mode: bool | str, by_layer: bool) -> str:
 
 
 @contextlib.contextmanager
-def compiled(model: nn.Module, mode: bool | str, *, by_layer: bool = False) -> Iterator[None]:
-    """Compile calls of the model within, unless the user has compiled it; restore it afterwards."""
+def compiled(model: nn.Module, config: DistributedTrainingConfig, *, by_layer: bool = False) -> Iterator[None]:
+    """Compile calls of the model within, unless the user has compiled it; restore it afterwards.
+
+    With virtual ranks, each shape has kernels of its own: which ones a slice has must not depend on the slices before
+    it. PyTorch then raises an error if there are too many shapes, and does not compute some of them uncompiled.
+    """
+    mode = config.compile
     if not mode or torch_compat.compiled_call(model) is not None:
         yield
         return
     layers = layers_to_compile(model, mode) if by_layer else []
     before = [(part, torch_compat.compiled_call(part)) for part in layers or [model]]
-    for part, call in before:
-        # A layer that the user has compiled keeps its mode.
-        if call is None and isinstance(mode, str):
-            part.compile(mode=mode)
-        elif call is None:
-            part.compile()
-    try:
-        yield
-    finally:
+    options: dict[str, Any] = {}
+    if isinstance(mode, str):
+        options["mode"] = mode
+    with contextlib.ExitStack() as stack:
+        if config.virtual_ranks is not None:
+            options["dynamic"] = False
+            stack.enter_context(torch.compiler.config.patch(fail_on_recompile_limit_hit=True))  # type: ignore[attr-defined]
         for part, call in before:
-            torch_compat.set_compiled_call(part, call)
+            stack.callback(torch_compat.set_compiled_call, part, call)
+            # A layer that the user has compiled keeps its mode.
+            if call is None:
+                part.compile(**options)
+        yield
 
 
 def marked_steps(batches: Iterator[_Batch], device: torch.device) -> Iterator[_Batch]:

@@ -192,10 +192,10 @@ def _resume(
         header_lines.append(("gradients", "compression's error feedback is dropped: a single rank compresses nothing"))
     computed = differences(Policy.PROGRAM, checkpoint.arithmetic, numerics)
     if computed:
-        warn_together(
-            f"the checkpoint {name} was computed differently: {'; '.join(computed.values())}. Numbers may differ in "
-            "their last bits, or more."
-        )
+        consequence = "Numbers may differ in their last bits, or more"
+        if plan.slices.is_virtual:
+            consequence += ", also with virtual_ranks"
+        warn_together(f"the checkpoint {name} was computed differently: {'; '.join(computed.values())}. {consequence}.")
     if changed[Policy.PROGRAM]:
         settings = "; ".join(changed[Policy.PROGRAM].values())
         warn_together(f"the fit resumed from {name} continues with other settings: {settings}.")

@@ -17,7 +17,6 @@ from cyxtrain.checkpoint.checkpoint_file import library_versions
 from cyxtrain.checkpoint.folder import infix_of
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.environment import accelerator, process_env
-from cyxtrain.environment.cpu import processor_name
 from cyxtrain.environment.regular_files import local_path, regular_opener
 from cyxtrain.errors import CheckpointError, on_all_ranks, reason_of, warn
 from cyxtrain.parallel import DistributedDataParallel
@@ -67,7 +66,8 @@ class HashLog:
     def open(self) -> None:
         """Open the file on rank 0. All ranks call it; raises CheckpointError on all if it cannot be written."""
         world = self._ddp.world
-        ranks = world.gather_json(_facts_of_rank())
+        device = accelerator.in_use() or torch.device("cpu")
+        ranks = world.gather_json(consensus.arithmetic_of_rank(device))
         run = self._state.run
         own = {"run": run["id"], "origin": run.get("origin", run["id"]), "fits": self._state.position.fits}
         self._about = {"format": FORMAT, **own, "ranks": ranks, "facts": self._facts()}
@@ -187,14 +187,3 @@ def _without_repeats(ranks: Sequence[Any]) -> list[Any]:
 
 def _number(item: tuple[str, Any]) -> int:
     return int(item[0])
-
-
-def _facts_of_rank() -> dict[str, str]:
-    """Return what a rank computes with, by its name in messages."""
-    device = accelerator.in_use()
-    found = {"the processor": processor_name(), "the CPU kernels of PyTorch": consensus.own_arithmetic()}
-    if device is not None:
-        found["the accelerator"] = accelerator.name_of(device)
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    found["torch.use_deterministic_algorithms"] = str(deterministic)
-    return found | process_env.arithmetic_variables()

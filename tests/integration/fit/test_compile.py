@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 from deep_model import make_deep
 from fitting import adam, flat, make_model, make_rows, one_process, run_world
-from markers import by_night
+from markers import by_night, needs_compiler
 from torch import Tensor, nn
 
 import cyxtrain as cx
@@ -20,11 +19,7 @@ from cyxtrain.training.model import compile
 from cyxtrain.training.model.compile import layers_of, recomputed
 
 pytestmark = [pytest.mark.usefixtures("rank_server"), pytest.mark.timeout(300)]
-
-
-needs_compiler = pytest.mark.skipif(
-    not any(map(shutil.which, ("g++", "clang++", "cl"))), reason="there is no C++ compiler"
-)
+COMPILED = cx.DistributedTrainingConfig(compile=True)
 
 
 class Watched(nn.Module):
@@ -95,7 +90,7 @@ def gradients_of_recomputed() -> tuple[float, int]:
     """How far a gradient is from the one that the output shows, and how often running means have changed in 3 steps."""
     block, rows = Block(), torch.randn(16, 8)
     model = nn.Sequential(block)
-    with recomputed(layers_of(model, [])), compile.compiled(model, True):
+    with recomputed(layers_of(model, [])), compile.compiled(model, COMPILED):
         for _ in range(3):
             model.zero_grad()
             output = model(rows)
@@ -150,7 +145,7 @@ def test_what_the_user_has_compiled_stays_compiled():
     model = make_model()
     model.compile()  # nothing is compiled before it runs
     own = model._compiled_call_impl
-    with compile.compiled(model, True):
+    with compile.compiled(model, COMPILED):
         assert model._compiled_call_impl is own
     assert model._compiled_call_impl is own
 
@@ -178,6 +173,23 @@ def test_a_mode_is_passed_on_and_the_header_tells_it(modes, capsys, asked, mode,
     assert modes == [None, mode]  # the first one was a try
     assert f"parameters, compiled{words}\n" in capsys.readouterr().out
     assert model._compiled_call_impl is None
+
+
+def test_virtual_ranks_compile_each_shape_by_itself(monkeypatch):
+    found: list[dict[str, Any]] = []
+
+    def take(function: Any, **options: Any) -> Any:
+        found.append({**options, "fails": torch.compiler.config.fail_on_recompile_limit_hit})
+        return function
+
+    monkeypatch.setattr(torch, "compile", take)
+    model = make_model()
+    with one_process():
+        trainer = cx.DistributedTrainer(model, nn.CrossEntropyLoss(), "sgd")
+        trainer.fit(*make_rows(8), epochs=1, batch_size=2, compile=True, virtual_ranks=2, verbose=False)
+    assert found == [{"fails": False}, {"dynamic": False, "fails": True}]  # the first one was a try
+    assert model._compiled_call_impl is None
+    assert not torch.compiler.config.fail_on_recompile_limit_hit
 
 
 class Layer(nn.Module):
@@ -221,7 +233,7 @@ def backward_of_compiled(by_layer: bool) -> dict[str, Any]:
     model, rows, events = Deep(), torch.randn(16, 4), []
     model(rows).square().sum().backward()
     usual = [parameter.grad for parameter in model.parameters()]
-    with compile.compiled(model, True, by_layer=by_layer):
+    with compile.compiled(model, COMPILED, by_layer=by_layer):
         compiled = [name for name, part in model.named_modules() if part._compiled_call_impl is not None]
         model.zero_grad()
         loss = model(rows).square().sum()

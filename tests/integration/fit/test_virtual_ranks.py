@@ -9,21 +9,24 @@ import os
 import random
 import signal
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transport_ranks
-from fitting import everywhere, fingerprint, keep_only, seeded
-from markers import by_night
+from fitting import everywhere, fingerprint, keep_only, run_new_world, run_world, seeded
+from markers import by_night, needs_compiler
 from rank_processes import run_ranks, values
-from refusals import refuses
+from refusals import ending, refusal, refuses
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import cyxtrain as cx
 from cyxtrain.data.rng import CPU, generators_as_json
+from cyxtrain.training.inputs import plan
+from cyxtrain.training.inputs.virtual_ranks import check_data_and_step
 
 pytestmark = pytest.mark.usefixtures("rank_server")
 V = 8
@@ -286,6 +289,38 @@ def test_any_number_of_virtual_ranks_is_a_tree(count):
     assert len(set(found.values())) == 1, found
 
 
+@pytest.mark.nightly
+@needs_compiler
+@pytest.mark.timeout(600)
+def test_a_compiled_model_has_the_same_bits_on_1_and_3_ranks():
+    """Not of a bare Sequential, which PyTorch runs as it is; always in new processes, as compiling leaves workers."""
+    one, *three = [found for ranks in (1, 3) for found in run_world(ranks, bits_of, ["convnet"], COMPILED, seconds=280)]
+    assert three == [one] * 3
+
+
+@pytest.mark.nightly
+@needs_compiler
+@pytest.mark.timeout(300)
+def test_a_compiled_model_with_too_many_shapes_ends_the_fit():
+    [words] = run_new_world(1, with_few_shapes, seconds=200)
+    assert "FailOnRecompileLimitHit" in words
+
+
+def with_few_shapes() -> str:
+    with torch.compiler.config.patch(recompile_limit=1):
+        return ending(bits, "convnet", **COMPILED)
+
+
+COMPILED = {"compile": True}
+
+
+def test_layers_are_compiled_alike_on_any_number_of_ranks(monkeypatch):
+    found: list[int] = []
+    monkeypatch.setattr(plan, "compiles_by_layer", lambda *arguments: found.append(arguments[-1]))
+    everywhere(1, train, "mlp")
+    assert found == [V]
+
+
 def resumed(folder: str, name: str = "mlp", every: int = 5) -> str:
     """Returns the hash of a fit that continues from the latest checkpoint, which other ranks may have made."""
     return bits(name, checkpoint_dir=folder, checkpoint_every_n_steps=every, resume="auto")
@@ -363,6 +398,16 @@ def refusal_of(**more: Any) -> Callable[[], object]:
     return lambda: train("mlp", **more)
 
 
+def of_compiled(compiled: Callable[[nn.Sequential], Any]) -> Callable[[], object]:
+    def call() -> object:
+        model = mlp()
+        assert isinstance(model, nn.Sequential)
+        whole = compiled(model) or model
+        return cx.DistributedTrainer(whole, nn.CrossEntropyLoss(), "sgd").fit(*rows(), epochs=1, virtual_ranks=V)
+
+    return call
+
+
 def with_optimizer(make: Callable[[nn.Module], Any]) -> Callable[[], object]:
     def call() -> object:
         model = mlp()
@@ -374,8 +419,22 @@ def with_optimizer(make: Callable[[nn.Module], Any]) -> Callable[[], object]:
 test_refused = refuses(
     (lambda: train("stream", sharded_data=True), "each rank its own data"),
     (refusal_of(compile="max-autotune"), "chooses kernels by their time"),
+    (of_compiled(lambda model: model[0].compile(dynamic=True)), "a compiled model may choose kernels by the shapes"),
+    (of_compiled(torch.compile), "give it as it is, with compile=True"),
     (with_optimizer(lambda model: torch.optim.LBFGS(model.parameters())), "evaluates the loss several times"),
 )
+
+
+def test_kernels_of_an_accelerator_that_may_differ_are_refused(monkeypatch):
+    config = cx.DistributedTrainingConfig(virtual_ranks=V)
+    off = SimpleNamespace(gathers=False, optimizes=False, device=torch.device("cuda"))
+    data: Any = SimpleNamespace(loss=off, call=off, placement=off)
+    feed: Any = SimpleNamespace(has_own_data=False)
+    assert "torch.use_deterministic_algorithms(True) first" in refusal(check_data_and_step, config, data, feed)
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    check_data_and_step(config, data, feed)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    assert "set torch.backends.cudnn.benchmark = False" in refusal(check_data_and_step, config, data, feed)
 
 
 def refused() -> str:
