@@ -129,50 +129,72 @@ def evaluate_rows(
     returns whether to skip the rest. If numbers are `logged` by slice, batch i belongs to slice i mod V: then sums do
     not depend on the ranks.
     """
-    loss = rows.loss
-    logged.reserved |= {*loss.shown, *rows.metrics.names}
-    batches = rows.source.num_batches(rows.batch_size)
-    slices = logged.slices or Slices.of(world)
-    num_rows = batches or 1  # a row per batch: it does not matter which rank adds it
-    if batches is None and slices.is_virtual:
-        num_rows = slices.count
-    totals = MetricSums(num_rows, loss, rows.metrics, logged.slices)
+    sums = _EvaluationSums(world, rows, logged)
     run = BatchRun(world, model, rows, "test", callbacks, display, slices=logged.slices)
-    whole_sets = [(each, Outputs(each.structure, owner=f"the metric {each.name}")) for each in rows.metrics.whole_sets]
-
-    def slice_of(number: int) -> int:
-        # Data that each rank has for itself belong to a slice that the rank has.
-        return number % slices.count if rows.source.is_in_slices else slices.owned.start
-
-    def begin(num_samples: int, number: int) -> None:
-        logged.begin(num_samples, number)
-        logged.enter_slice(slice_of(number))
 
     def evaluate_batch(batch: Batch) -> None:
         with torch.no_grad(), gathering_alone():
-            output = rows.call.without_graph(model, batch)
-            loss.check_shapes(output, batch.targets)
-            number = slice_of(batch.number)
-            # The batches of a stream, whose number is unknown, share one row of sums, or one of each slice.
-            row = number % num_rows if batches is None else batch.number
-            batch_loss = loss(output, batch)
-            output = loss.measured_part(output)
-            totals.add(row, batch_loss, correct_of(output, batch.labels, loss))
-            totals.metrics.add(output, batch.labels, batch.rows, number)
-            logged.add_parts(batch_loss.parts, loss.shown)
-            for metric, kept in whole_sets:
-                kept.add(metric.kept(output, batch.labels, loss), batch)
-        run.end_batch(batch, totals.lazy_values, totals.cheap_values)
+            sums.add(rows.call.without_graph(model, batch), batch)
+        run.end_batch(batch, sums.totals.lazy_values, sums.totals.cheap_values)
 
-    is_stopped = run.all_batches(evaluate_batch, should_stop, begin=begin)
-    logged.enter_slice(None)
-    logged.rows = 1
-    measured = totals.over_ranks(world)
-    for metric, kept in whole_sets:
-        measured |= _over_whole_set(world, metric, kept, rows, is_complete=not is_stopped)
-    measured |= logged.over_ranks(world)
+    is_stopped = run.all_batches(evaluate_batch, should_stop, begin=sums.begin)
+    measured = sums.over_ranks(is_complete=not is_stopped)
     # Only now: the collectives above need this rank, even if it stops.
     return None if is_stopped else measured
+
+
+class _EvaluationSums:
+    """Loss, accuracy, metrics and logged numbers of an evaluation."""
+
+    def __init__(self, world: World, rows: CheckedData, logged: LoggedNumbers) -> None:
+        self._world = world
+        self._data = rows
+        self._logged = logged
+        self._slices = logged.slices or Slices.of(world)
+        logged.reserved |= {*rows.loss.shown, *rows.metrics.names}
+        self._batches = rows.source.num_batches(rows.batch_size)
+        self._num_rows = self._batches or 1  # a row per batch: it does not matter which rank adds it
+        if self._batches is None and self._slices.is_virtual:
+            self._num_rows = self._slices.count
+        self.totals = MetricSums(self._num_rows, rows.loss, rows.metrics, logged.slices)
+        sets = rows.metrics.whole_sets
+        self._whole_sets = [(each, Outputs(each.structure, owner=f"the metric {each.name}")) for each in sets]
+
+    def begin(self, num_samples: int, number: int) -> None:
+        """Begin a batch: numbers that are logged belong to it."""
+        self._logged.begin(num_samples, number)
+        self._logged.enter_slice(self._slice_of(number))
+
+    def _slice_of(self, number: int) -> int:
+        if self._data.source.is_in_slices:
+            return number % self._slices.count
+        return self._slices.owned.start
+
+    def add(self, output: Any, batch: Batch) -> None:
+        """Add the output for a batch."""
+        loss = self._data.loss
+        loss.check_shapes(output, batch.targets)
+        number = self._slice_of(batch.number)
+        row = batch.number
+        if self._batches is None:
+            # The batches of a stream, whose number is unknown, share one row of sums, or one per slice.
+            row = number % self._num_rows
+        batch_loss = loss(output, batch)
+        output = loss.measured_part(output)
+        self.totals.add(row, batch_loss, correct_of(output, batch.labels, loss))
+        self.totals.metrics.add(output, batch.labels, batch.rows, number)
+        self._logged.add_parts(batch_loss.parts, loss.shown)
+        for metric, kept in self._whole_sets:
+            kept.add(metric.kept(output, batch.labels, loss), batch)
+
+    def over_ranks(self, *, is_complete: bool) -> dict[str, float]:
+        """Return all numbers over all ranks; collective."""
+        self._logged.enter_slice(None)
+        self._logged.rows = 1
+        measured = self.totals.over_ranks(self._world)
+        for metric, kept in self._whole_sets:
+            measured |= _over_whole_set(self._world, metric, kept, self._data, is_complete=is_complete)
+        return measured | self._logged.over_ranks(self._world)
 
 
 def _over_whole_set(
