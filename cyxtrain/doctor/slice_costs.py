@@ -32,8 +32,9 @@ def measure_slices(command: Sequence[str], environment: Mapping[str, str], count
     number of samples per step, in micro-batches that are not larger than the program's. They write no checkpoints.
 
     Args:
-        counts: Numbers of virtual ranks; none: five, each twice the one before, from the number of ranks on.
+        command: The program; with a launcher before it, on several ranks.
         environment: Of the program.
+        counts: Numbers of virtual ranks; none: five, each twice the one before, from the number of ranks on.
 
     Returns:
         The exit code: 0, or 1 if nothing was measured.
@@ -68,9 +69,11 @@ def advise(times: Mapping[int, float]) -> int | None:
 
 
 def report_of(costs: Sequence[StepCost]) -> list[RenderableType]:
-    """Return a table of costs, of which the first and the last are without virtual ranks, and advice."""
-    first, *virtual, last = costs
-    fastest = min(first.seconds, last.seconds)
+    """Return a table of costs without and with virtual ranks, and advice; `costs` begin with one without."""
+    first = costs[0]
+    virtual = [cost for cost in costs if cost.virtual_ranks is not None]
+    without = [cost.seconds for cost in costs if cost.virtual_ranks is None]
+    fastest = min(without)
     rows = []
     for cost in costs:
         of_slice = -(-cost.samples // (cost.virtual_ranks or cost.ranks))
@@ -80,7 +83,7 @@ def report_of(costs: Sequence[StepCost]) -> list[RenderableType]:
         f"{counted(first.samples, 'sample')} per step on {counted(first.ranks, 'rank')}; medians of {NUM_TIMED} steps:",
         table(_TITLES, rows, right=range(4)),
     ]
-    slowest = max(first.seconds, last.seconds)
+    slowest = max(without)
     if slowest > _MOST_TIMES * fastest:
         found.append(
             f"Without virtual ranks, one run took {slowest / fastest:.2f} times as long as the other: measure again "
@@ -113,7 +116,7 @@ def _advice(times: Mapping[int, float]) -> str:
 
 
 def _measure(run: Callable[..., tuple[StepCost | None, str]], counts: Sequence[int]) -> tuple[list[StepCost], str]:
-    """Return costs, the first and the last without virtual ranks, or none; and why some are missing, or ""."""
+    """Return costs, the first and the last without virtual ranks, or []; and why some are missing, or ""."""
     without, problem = run()
     if without is not None and without.virtual_ranks is not None:
         without, problem = run(without.samples, None, without.accumulation_steps)
@@ -133,7 +136,7 @@ def _measure(run: Callable[..., tuple[StepCost | None, str]], counts: Sequence[i
         return [], problem
     # Two such runs show how far the times can be trusted.
     again, _ = run(samples, None, without.accumulation_steps)
-    return [*costs, again or without], problem
+    return [*costs, *filter(None, [again])], problem
 
 
 def _default_counts(without: StepCost) -> list[int]:
