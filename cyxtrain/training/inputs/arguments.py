@@ -298,9 +298,12 @@ def _with_checkpoint(
     if trial is not None:
         settings = dataclasses.replace(settings, **_TRIAL)
         if trial.effective_batch_size is not None:
-            own = trial._asdict()
-            del own["file"]
-            settings = dataclasses.replace(settings, **own)
+            settings = dataclasses.replace(
+                settings,
+                effective_batch_size=trial.effective_batch_size,
+                virtual_ranks=trial.virtual_ranks,
+                accumulation_steps=trial.accumulation_steps,
+            )
         return settings, None
     if settings.fast_dev_run:
         return settings, None  # a trial run neither writes nor reads checkpoints

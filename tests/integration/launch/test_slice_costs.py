@@ -173,25 +173,43 @@ print("the fit is complete")
 """
 
 
+LAUNCHED = ["cyxtrain", "launch", "-n", "3", "--", "train.py", "arrays", "1"]
+
+
+def doctor(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Runs `cyxtrain doctor` in a folder with the program."""
+    (folder / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "cyxtrain", "doctor", *words]
+    return subprocess.run(
+        command, cwd=folder, env=child_environment(), capture_output=True, text=True, timeout=200, check=False
+    )
+
+
 @pytest.mark.nightly
-def test_programs_on_processes_of_their_own(tmp_path):
-    (tmp_path / "train.py").write_text(PROGRAM)
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("command", "ranks"),
+    [(["train.py", "arrays", "1"], 1), (["train.py", "arrays", "2"], 2), (LAUNCHED, 3)],
+    ids=["alone", "on workers", "launched"],
+)
+def test_a_program_is_measured_on_processes_of_its_own(tmp_path, command, ranks):
+    done = doctor(tmp_path, "--virtual-ranks", "4", "--", *command)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ROW.findall(done.stdout) == [("none", "8"), ("4", f"{2 * ranks}"), ("none", "8")]
+    assert "the fit is complete" not in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
 
-    def run(*words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "cyxtrain", "doctor", *words]
-        return subprocess.run(
-            command, cwd=tmp_path, env=child_environment(), capture_output=True, text=True, timeout=90, check=False
-        )
 
-    several = ["cyxtrain", "launch", "-n", "3", "--", "train.py", "arrays", "1"]
-    for command, ranks in ((["train.py", "arrays", "1"], 1), (["train.py", "arrays", "2"], 2), (several, 3)):
-        done = run("--virtual-ranks", "4", "--", *command)
-        assert done.returncode == 0, done.stdout + done.stderr
-        assert ROW.findall(done.stdout) == [("none", "8"), ("4", f"{2 * ranks}"), ("none", "8")]
-        assert "the fit is complete" not in done.stdout
-    done = run("--", "train.py", "stream", "1")
+@pytest.mark.nightly
+@pytest.mark.timeout(240)
+def test_a_program_that_reads_its_data_once_is_not_measured(tmp_path):
+    done = doctor(tmp_path, "--", "train.py", "stream", "1")
     assert done.returncode == 1
     assert f"before step {NUM_STEPS} of its fit:" in done.stdout
-    done = run("--virtual-ranks", "4")
-    assert (done.returncode, "--virtual-ranks needs a program to measure" in done.stderr) == (2, True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["train.py"]
+
+
+@pytest.mark.nightly
+def test_numbers_need_a_program(tmp_path):
+    done = doctor(tmp_path, "--virtual-ranks", "4")
+    assert done.returncode == 2
+    assert "--virtual-ranks needs a program to measure" in done.stderr
