@@ -166,11 +166,11 @@ examples:
   cyxtrain launch --nnodes 2 --node-rank 0 --master-addr n0 1 cyxtrain doctor
   srun cyxtrain doctor
   cyxtrain doctor -- python train.py
-  cyxtrain doctor --virtual-ranks 6 --virtual-ranks 12 -- cyxtrain launch -n 3 -- python train.py
+  cyxtrain doctor --virtual-ranks 6 -- cyxtrain launch -n 3 -- train.py
 
 Exit code: 0 if all is well, 1 if something is broken.""",
 )
-@click.option("--virtual-ranks", "counts", metavar="V", type=click.IntRange(min=1), multiple=True, help="Of COMMAND.")
+@click.option("--virtual-ranks", "counts", metavar="V", type=click.IntRange(min=1), multiple=True, help="To measure.")
 @click.argument("words", nargs=-1, metavar="[-- COMMAND...]", shell_complete=files_of)
 @click.pass_obj
 def doctor(environment: Mapping[str, str], /, counts: tuple[int, ...], words: tuple[str, ...]) -> int:
