@@ -186,6 +186,13 @@ ENVIRONMENT = (
         "The step to compute again, the checkpoint to begin from, and a folder for its hashes.",
     ),
     (
+        "CYXTRAIN_TRIAL",
+        "JSON",
+        "set by `cyxtrain doctor`",
+        "",
+        "A file for the time of a step, and the settings to measure it with.",
+    ),
+    (
         "OMP_NUM_THREADS",
         "integer",
         "a share of the cores",

@@ -22,6 +22,7 @@
     CYXTRAIN_STAGING_DIR          where files wait that are uploaded to a store; default ~/.cache/cyxtrain/staging
     CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
     CYXTRAIN_REPLAY               the step that `cyxtrain replay` computes again, its checkpoint and a folder, as JSON
+    CYXTRAIN_TRIAL                the settings of steps that `cyxtrain doctor` times, and a file for it, as JSON
 
 torchrun sets these very names, and they take precedence over a scheduler's (`schedulers.py`).
 """
@@ -47,6 +48,7 @@ WORKER_CHANNEL = "CYXTRAIN_WORKER"
 SECRET = "CYXTRAIN_SECRET"
 GRACE = "CYXTRAIN_GRACE_SECONDS"
 REPLAY = "CYXTRAIN_REPLAY"
+TRIAL = "CYXTRAIN_TRIAL"
 GRACE_SECONDS = 25.0
 """The default: Kubernetes and Slurm kill after 30 seconds."""
 _IDENTITY = ("RANK", "WORLD_SIZE")
@@ -232,6 +234,23 @@ def replay(variables: Variables = ENVIRON) -> Replay | None:
     """Return the step to compute again; None: `cyxtrain replay` has not started this program."""
     value = variables.get(REPLAY)
     return Replay(*json.loads(value)) if value else None
+
+
+class Trial(NamedTuple):
+    """What `cyxtrain doctor` asks a program for: to time some steps, and to end."""
+
+    file: str  # for the result
+    effective_batch_size: int | None = None  # None: with the program's own settings
+    virtual_ranks: int | None = None
+    accumulation_steps: int = 1
+
+
+def trial(variables: Variables = ENVIRON) -> Trial | None:
+    """Return how to time steps; None: `cyxtrain doctor` has not started this program."""
+    value = variables.get(TRIAL)
+    if not value:
+        return None
+    return Trial(*json.loads(value))
 
 
 def passes_signals_on(variables: Variables = ENVIRON) -> bool:

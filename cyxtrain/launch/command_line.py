@@ -158,22 +158,37 @@ def _evaluate(experiment: Experiment) -> None:
 
 
 @cyxtrain.command(
-    short_help="Check this machine and the network between ranks.",
+    short_help="Check this machine and the network between ranks, or measure virtual ranks.",
     epilog="""\b
 examples:
   cyxtrain doctor
   cyxtrain launch -n 4 -- cyxtrain doctor
   cyxtrain launch --nnodes 2 --node-rank 0 --master-addr n0 1 cyxtrain doctor
   srun cyxtrain doctor
+  cyxtrain doctor -- python train.py
+  cyxtrain doctor --virtual-ranks 6 -- cyxtrain launch -n 3 -- train.py
 
 Exit code: 0 if all is well, 1 if something is broken.""",
 )
-def doctor() -> int:
+@click.option("--virtual-ranks", "counts", metavar="V", type=click.IntRange(min=1), multiple=True, help="To measure.")
+@click.argument("words", nargs=-1, metavar="[-- COMMAND...]", shell_complete=files_of)
+@click.pass_obj
+def doctor(environment: Mapping[str, str], /, counts: tuple[int, ...], words: tuple[str, ...]) -> int:
     """Print versions, backends, GPUs, transports and ports; with several ranks, test every pair of them.
 
     Start it as you start a training: it names ranks that are missing and pairs that cannot reach each other and why,
     and measures round trips, bandwidth and clock skew. It does not join the ranks: it works when joining fails.
+
+    With a COMMAND that calls fit, measure instead what virtual_ranks costs its model: the command runs once without and
+    once for each of several numbers of virtual ranks, with as many samples per step, and ends after 30 steps of its
+    first fit. No run writes checkpoints.
     """
+    if words:
+        from cyxtrain.doctor.slice_costs import measure_slices
+
+        return measure_slices(runnable(words), environment, counts)
+    if counts:
+        raise click.UsageError("--virtual-ranks needs a program to measure: cyxtrain doctor -- python train.py")
     from cyxtrain.config import DistributedConfig
     from cyxtrain.doctor import examine
 

@@ -233,7 +233,10 @@ def _virtual_ranks(plan: FitPlan) -> Iterator[tuple[str, str]]:
         return
     counts = sorted({slices.count // slices.num_ranks, -(-slices.count // slices.num_ranks)})
     of_each = " or ".join(map(str, counts))
-    yield "slices", f"{counted(slices.count, 'virtual rank')} on {counted(slices.num_ranks, 'rank')}, {of_each} on each"
+    how = f"{counted(slices.count, 'slice')} on {counted(slices.num_ranks, 'rank')}, {of_each} on each"
+    if slices.count > slices.num_ranks:
+        how += "; cyxtrain doctor -- COMMAND measures their cost"
+    yield "slices", how
     yield "bits", f"the same on 1 to {slices.count} ranks; not with stops by time, or callbacks that ask for the rank"
 
 

@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, runtime_checkab
 from torch.utils.data import Dataset
 
 from cyxtrain.callbacks.callback import Callback, checked_callbacks
+from cyxtrain.callbacks.step_trial import NUM_STEPS
 from cyxtrain.config import AMPConfig, DDPConfig, DistributedConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import is_number, require, require_integer, unknown_name
 from cyxtrain.data.sources.open import yields_batches
@@ -128,6 +129,17 @@ _REPLAY: dict[str, Any] = {
     "max_time_seconds": None,
 }
 """The settings that `cyxtrain replay` overrides: none that changes the numbers of a step."""
+_TRIAL: dict[str, Any] = {
+    **_FAST_DEV_RUN,
+    "fast_dev_run": False,
+    "steps_per_epoch": NUM_STEPS,
+    "warmup_steps": 0,
+    "learning_rate_scaling": None,
+    "max_time_seconds": None,
+    "profile": False,
+    "verbose": False,
+}
+"""The settings that `cyxtrain doctor` overrides: steps in one epoch, with nothing between them."""
 
 
 @dataclass
@@ -278,7 +290,21 @@ def _with_epochs_left(settings: DistributedTrainingConfig, initial_epoch: int | 
 def _with_checkpoint(
     settings: DistributedTrainingConfig, path: str | None
 ) -> tuple[DistributedTrainingConfig, str | None]:
-    """Return the settings, and the checkpoint to continue from: the program's, or that of `cyxtrain replay`."""
+    """Return the settings, and the checkpoint to continue from: the program's, or that of `cyxtrain replay`.
+
+    `cyxtrain doctor` begins without a checkpoint.
+    """
+    trial = process_env.trial()
+    if trial is not None:
+        settings = dataclasses.replace(settings, **_TRIAL)
+        if trial.effective_batch_size is not None:
+            settings = dataclasses.replace(
+                settings,
+                effective_batch_size=trial.effective_batch_size,
+                virtual_ranks=trial.virtual_ranks,
+                accumulation_steps=trial.accumulation_steps,
+            )
+        return settings, None
     if settings.fast_dev_run:
         return settings, None  # a trial run neither writes nor reads checkpoints
     replay = process_env.replay()

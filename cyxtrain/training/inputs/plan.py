@@ -12,6 +12,7 @@ from torch import nn
 
 from cyxtrain.callbacks import CSVLogger, ModelCheckpoint, TensorBoard, Tracker
 from cyxtrain.callbacks.callback import Callback, Callbacks
+from cyxtrain.callbacks.step_trial import StepTrial
 from cyxtrain.config import DistributedTrainingConfig
 from cyxtrain.config.settings import nearest, require
 from cyxtrain.data.batches.batch import Share
@@ -182,7 +183,7 @@ def plan_fit(
     config = arguments.config
     trained = trained_with(model, Loss(trainer.loss_fn))
     check_trained(trained, trainer.optimizers, config)
-    callbacks = Callbacks(_without_writers(arguments.callbacks))
+    callbacks = Callbacks(_callbacks_of(arguments.callbacks))
     source, validation_sources = opened
     feed = source.feed(config, world)
     data = _check_training_set(source, feed, config, trainer, epoch)
@@ -202,11 +203,15 @@ def plan_fit(
     return plan, _facts(plan, trainer, opened, trained)
 
 
-def _without_writers(callbacks: Sequence[Callback]) -> Sequence[Callback]:
-    """Leave out those that only write if `cyxtrain replay` runs the program: what they wrote in the run stays."""
-    if process_env.replay() is None:
+def _callbacks_of(callbacks: Sequence[Callback]) -> Sequence[Callback]:
+    """Leave out callbacks that only write if `cyxtrain replay` or `doctor` runs the program: earlier files stay."""
+    trial = process_env.trial()
+    if process_env.replay() is None and trial is None:
         return callbacks
-    return [each for each in callbacks if not isinstance(each, (CSVLogger, ModelCheckpoint, TensorBoard, Tracker))]
+    kept = [each for each in callbacks if not isinstance(each, (CSVLogger, ModelCheckpoint, TensorBoard, Tracker))]
+    if trial is not None:
+        kept.append(StepTrial(trial.file))
+    return kept
 
 
 def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: nn.Module) -> dict[str, Any]:
