@@ -48,6 +48,9 @@ class Reducer:
     Of a rank's slices, each ends with a backward; the last one of a step launches.
     """
 
+    _slices_ended = 0  # in the running step
+    _moved: nn.Parameter | None = None  # the latest whose gradient is in a bucket
+
     def __init__(
         self,
         model: nn.Module,
@@ -76,8 +79,6 @@ class Reducer:
         self._current_run: weakref.ref[_Backward] | None = None
         self._next_bucket = 0
         self._absent = False
-        self._slices_ended = 0  # in the running step
-        self._moved: nn.Parameter | None = None  # the latest whose gradient was added to others of this rank
         self.flags = SyncFlags(self._buckets, self._names)
         self.held = False  # whether backward accumulates locally
         self.next_sync = Synchronization()  # what the next backward sends with its gradients
