@@ -47,15 +47,13 @@ def owned_by(rank: int, num_ranks: int, count: int) -> range:
     return range(-(-count * rank // num_ranks), -(-count * (rank + 1) // num_ranks))
 
 
-@functools.cache
 def additions_after(number: int, slices: Slices) -> tuple[Addition, ...]:
     """Return what a rank adds up when slice `number`, the latest of those that it owns, is there.
 
     Source of the order: a binary counter, as in pairwise summation (Higham, The Accuracy of Floating Point Summation,
     1993, section 2).
     """
-    within = _additions_within(slices)
-    return tuple(addition for addition in within if _leaves_of(addition, slices.count).stop == number + 1)
+    return tuple(_additions_by_latest(slices).get(number, ()))
 
 
 @functools.cache
@@ -93,6 +91,16 @@ def _additions_within(slices: Slices) -> tuple[Addition, ...]:
         if leaves.start >= slices.owned.start and leaves.stop <= slices.owned.stop:
             found.append(addition)
     return tuple(found)
+
+
+@functools.cache
+def _additions_by_latest(slices: Slices) -> dict[int, list[Addition]]:
+    """Return `_additions_within` by the latest slice that an addition sums up."""
+    found: dict[int, list[Addition]] = {}
+    for addition in _additions_within(slices):
+        latest = _leaves_of(addition, slices.count).stop - 1
+        found.setdefault(latest, []).append(addition)
+    return found
 
 
 def _leaves_of(addition: Addition, count: int) -> range:

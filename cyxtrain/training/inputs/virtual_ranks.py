@@ -42,13 +42,21 @@ def check_settings(config: DistributedTrainingConfig, trainer: TrainerArguments,
 
 
 def check_data_and_step(config: DistributedTrainingConfig, data: CheckedData, feed: Feed) -> None:
-    """Refuse data, a step or a device, known after the dry run, that would not give the same bits.
+    """Refuse data, a step or a device, known after the dry run, that would not give the same bits; and too few rows.
 
     Raises:
         ConfigError: With the cause and a remedy.
     """
-    if config.virtual_ranks is not None:
-        refuse_first(config.virtual_ranks, _problems_of_data(data, feed))
+    count = config.virtual_ranks
+    if count is None:
+        return
+    refuse_first(count, _problems_of_data(data, feed))
+    rows = feed.rows_of(feed.steps_per_epoch)
+    require(
+        rows is None or count <= rows,
+        f"virtual_ranks={count:,}, and an epoch has {counted(rows or 0, 'sample')}: some slices would never have one. "
+        f"Set at most {rows:,}.",
+    )
 
 
 def check_ranks(count: int, by_rank: Sequence[Mapping[str, str]]) -> None:

@@ -419,6 +419,7 @@ def with_optimizer(make: Callable[[nn.Module], Any]) -> Callable[[], object]:
 test_refused = refuses(
     (lambda: train("stream", sharded_data=True), "each rank its own data"),
     (refusal_of(compile="max-autotune"), "chooses kernels by their time"),
+    (refusal_of(virtual_ranks=251), "virtual_ranks=251, and an epoch has 250 samples: .* Set at most 250"),
     (of_compiled(lambda model: model[0].compile(dynamic=True)), "a compiled model may choose kernels by the shapes"),
     (of_compiled(torch.compile), "give it as it is, with compile=True"),
     (with_optimizer(lambda model: torch.optim.LBFGS(model.parameters())), "evaluates the loss several times"),
