@@ -430,7 +430,7 @@ def test_kernels_of_an_accelerator_that_may_differ_are_refused(monkeypatch):
     config = cx.DistributedTrainingConfig(virtual_ranks=V)
     off = SimpleNamespace(gathers=False, optimizes=False, device=torch.device("cuda"))
     data: Any = SimpleNamespace(loss=off, call=off, placement=off)
-    feed: Any = SimpleNamespace(has_own_data=False)
+    feed: Any = SimpleNamespace(has_own_data=False, steps_per_epoch=None, rows_of=lambda steps: None)
     assert "torch.use_deterministic_algorithms(True) first" in refusal(check_data_and_step, config, data, feed)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     check_data_and_step(config, data, feed)
