@@ -52,11 +52,11 @@ def check_data_and_step(config: DistributedTrainingConfig, data: CheckedData, fe
         return
     refuse_first(count, _problems_of_data(data, feed))
     rows = feed.rows_of(feed.steps_per_epoch)
-    require(
-        rows is None or count <= rows,
-        f"virtual_ranks={count:,}, and an epoch has {counted(rows or 0, 'sample')}: some slices would never have one. "
-        f"Set at most {rows:,}.",
-    )
+    if rows is not None and count > rows:
+        raise ConfigError(
+            f"virtual_ranks={count:,}, and an epoch has {counted(rows, 'sample')}: some slices would never have one. Set "
+            f"at most {rows:,}."
+        )
 
 
 def check_ranks(count: int, by_rank: Sequence[Mapping[str, str]]) -> None:
