@@ -54,8 +54,8 @@ def check_data_and_step(config: DistributedTrainingConfig, data: CheckedData, fe
     rows = feed.rows_of(feed.steps_per_epoch)
     if rows is not None and count > rows:
         raise ConfigError(
-            f"virtual_ranks={count:,}, and an epoch has {counted(rows, 'sample')}: some slices would never have one. Set "
-            f"at most {rows:,}."
+            f"virtual_ranks={count:,}, and an epoch has {counted(rows, 'sample')}: some slices would never have one. "
+            f"Set at most {rows:,}."
         )
 
 
