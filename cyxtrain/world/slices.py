@@ -47,6 +47,7 @@ def owned_by(rank: int, num_ranks: int, count: int) -> range:
     return range(-(-count * rank // num_ranks), -(-count * (rank + 1) // num_ranks))
 
 
+@functools.cache
 def additions_after(number: int, slices: Slices) -> tuple[Addition, ...]:
     """Return what a rank adds up when slice `number`, the latest of those that it owns, is there.
 

@@ -219,7 +219,7 @@ def _facts(plan: FitPlan, trainer: TrainerArguments, opened: Sources, trained: n
     data = plan.data
     return {
         **device_facts(data.placement.device),
-        "_arithmetic": arithmetic_of_rank(data.placement.device),
+        "_arithmetic": arithmetic_of_rank(data.placement.device) if plan.slices.is_virtual else {},
         **_facts_of_sources(opened, plan.world),
         "the effective batch size": plan.feed.effective_batch_size,
         "resume": plan.resume,
