@@ -129,18 +129,14 @@ class Bucket:
     def take(self, slot: int) -> None:
         """Copy the gradient of a parameter, or add it to those of an earlier slice."""
         parameter = self._parameters[slot]
-        view = self._sums.latest.views[slot]
         gradient = checked_gradient(self.names[slot], parameter)
         if self.observer is not None:
             self.observer(self._sums.number, self.names[slot], gradient)
-        if gradient is not view:
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            if self._sums.adds:
-                view.add_(dense)
-            else:
-                view.copy_(dense)
+        place = self._sums.place_of(slot)
+        if gradient is not place:
+            self._sums.add(slot, gradient.to_dense() if gradient.is_sparse else gradient)
             if self._as_view and not self._slices.is_virtual:
-                parameter.grad = view
+                parameter.grad = place
         if not self._ready[slot]:
             self._ready[slot] = True
             self._missing -= 1
@@ -161,19 +157,15 @@ class Bucket:
                 continue
             if self._parameters[slot].grad is not None:
                 self.take(slot)
-            elif self._sums.adds:
-                self._sums.latest.views[slot].add_(0.0)  # as where zeros are stored and added: -0.0 becomes 0.0
             else:
-                self._sums.latest.views[slot].zero_()
+                self._sums.add(slot, 0.0)
 
     def end_slice(self, sent: Synchronization, *, absent: bool) -> None:
         """Add the running slice, which is complete, to the sums; `absent`: it has no samples."""
-        row = self._sums.latest
-        flags = self._own_flags if self._sums.adds else row.flags
+        flags = self._own_flags if self._sums.adds else self._sums.flags
         flags.write(None if self.complete else self._ready, sent, absent=absent)
         if self._sums.adds:
-            row.flags.numbers.add_(flags.numbers)
-        self._sums.end_slice()
+            self._sums.add_flags(flags.numbers)
 
     def next_slice(self) -> None:
         """Begin another slice of this rank's."""

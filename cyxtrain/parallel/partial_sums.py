@@ -85,8 +85,7 @@ class PartialSums:
 
     Attributes:
         number: The running slice.
-        latest: The row that takes the gradients of the running slice.
-        adds: Whether the running slice is added to what its row has.
+        adds: Whether the running slice is added to earlier ones.
     """
 
     def __init__(self, slices: Slices, rows: Sequence[BucketRow], make_row: Callable[[], BucketRow]) -> None:
@@ -104,28 +103,54 @@ class PartialSums:
 
     def _begin_slice(self) -> None:
         number = self.number
-        self._additions = list(additions_after(number, self._slices))
-        # A neighbour's row takes the gradients as they come: this saves the slice a row, and a pass over it.
-        self.adds = bool(self._additions) and self._additions[0] == (number - 1, number)
-        if self.adds:
-            self._additions.pop(0)
-            self.latest = self._sums[number - 1]
-            return
-        self.latest = self._lasting.get(number) or self._unused_row()
-        self._sums[number] = self.latest
+        # The first addition is that of the running slice, and each further one adds the sum before.
+        into = [into for into, _ in additions_after(number, self._slices)]
+        self._smaller = [self._sums.pop(place) for place in into[:-1]]
+        if into:
+            self._largest = self._sums[into[-1]]
+        else:
+            self._largest = self._lasting.get(number) or self._unused_row()
+            self._sums[number] = self._largest
+        self.adds = bool(into)
 
     def _unused_row(self) -> BucketRow:
         return self._spare.pop() if self._spare else self._make_row()
 
-    def end_slice(self) -> None:
-        """Add up what is complete with the running slice."""
-        for into, source in self._additions:
-            row = self._sums.pop(source)
-            self._sums[into].numbers.add_(row.numbers)
-            self._spare.append(row)
+    def place_of(self, slot: int) -> Tensor:
+        """Return the place of a gradient in the largest sum that is complete with the running slice."""
+        return self._largest.views[slot]
+
+    def add(self, slot: int, gradient: Tensor | float) -> None:
+        """Add a gradient of the running slice, or 0.0 for none, to all sums that are complete with it.
+
+        While it is in the caches: none is read again at the end of the slice.
+        """
+        smaller = [row.views[slot] for row in self._smaller]
+        self._add_to(self._largest.views[slot], smaller, gradient)
+
+    @property
+    def flags(self) -> BucketFlags:
+        """Those of the largest sum; of the running slice, unless it `adds`."""
+        return self._largest.flags
+
+    def add_flags(self, flags: Tensor) -> None:
+        """Add the flags of the running slice."""
+        smaller = [row.flags.numbers for row in self._smaller]
+        self._add_to(self.flags.numbers, smaller, flags)
+
+    def _add_to(self, largest: Tensor, smaller: Sequence[Tensor], numbers: Tensor | float) -> None:
+        for each in smaller:
+            numbers = each + numbers  # not in place: gradients of two parameters may share memory
+        if self.adds:
+            largest.add_(numbers)  # also 0.0: -0.0 becomes 0.0, as where zeros are stored and added
+        elif isinstance(numbers, Tensor):
+            largest.copy_(numbers)
+        else:
+            largest.fill_(numbers)
 
     def next_slice(self) -> None:
         """Begin the next slice."""
+        self._spare += self._smaller
         self.number += 1
         self._begin_slice()
 
