@@ -94,13 +94,10 @@ class Bucket:
         self._result = self._row(rows[0])
         self.numbers = self._result.numbers
         others = [self._row(row) for row in rows[1:]]
-        self._sums = PartialSums(self._slices, [self._result, *others], self._make_row)
+        self._sums = PartialSums(self._slices, [self._result, *others])
 
     def _row(self, numbers: Tensor) -> BucketRow:
         return BucketRow(numbers, self._spec, self._parameters)
-
-    def _make_row(self) -> BucketRow:
-        return self._row(torch.empty_like(self.numbers))
 
     @property
     def flags(self) -> Tensor:
@@ -162,10 +159,12 @@ class Bucket:
 
     def end_slice(self, sent: Synchronization, *, absent: bool) -> None:
         """Add the running slice, which is complete, to the sums; `absent`: it has no samples."""
-        flags = self._own_flags if self._sums.adds else self._sums.flags
-        flags.write(None if self.complete else self._ready, sent, absent=absent)
-        if self._sums.adds:
-            self._sums.add_flags(flags.numbers)
+        ready = None if self.complete else self._ready
+        if not self._slices.is_virtual:
+            self._result.flags.write(ready, sent, absent=absent)
+            return
+        self._own_flags.write(ready, sent, absent=absent)
+        self._sums.add(len(self._parameters), self._own_flags.numbers.clone())
 
     def next_slice(self) -> None:
         """Begin another slice of this rank's."""

@@ -1,4 +1,4 @@
-"""The memory of a bucket: a row for each sum of slices that a rank has, and the flags at the end of each row.
+"""The memory of a bucket: a row for each sum that a rank has at the end of a step, with flags at the end of the row.
 
 A rank adds its slices up as they come, in the order of the tree that `world/slices.py` describes. Without virtual ranks
 it has one slice, and one row.
@@ -6,7 +6,7 @@ it has one slice, and one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -76,83 +76,67 @@ class BucketRow:
 
 
 class PartialSums:
-    """The sums of the slices that this rank has in a step: a binary counter of rows.
+    """The sums of the slices that this rank has in a step: a binary counter.
+
+    A sum has a number for each gradient, and the flags at its end; 0.0: no slice of it has that gradient. Sums that the
+    step is left with are in rows of the bucket; others, which are added to those within the step, are the gradients
+    themselves as autograd has made them.
 
     Args:
         slices: Those that this rank owns.
         rows: Where the sums are at the end of a step, as `rows_of`.
-        make_row: Returns memory for a sum that is added to another one within the step.
 
     Attributes:
         number: The running slice.
-        adds: Whether the running slice is added to earlier ones.
     """
 
-    def __init__(self, slices: Slices, rows: Sequence[BucketRow], make_row: Callable[[], BucketRow]) -> None:
+    def __init__(self, slices: Slices, rows: Sequence[BucketRow]) -> None:
         self._slices = slices
-        self._lasting = dict(zip(rows_of(slices), rows, strict=True))
-        self._spare: list[BucketRow] = []
-        self._make_row = make_row
+        self._lasting = {
+            number: [*row.views, row.flags.numbers] for number, row in zip(rows_of(slices), rows, strict=True)
+        }
         self.begin_step()
 
     def begin_step(self) -> None:
         """Forget the sums, and begin the first slice."""
-        self._sums: dict[int, BucketRow] = {}
+        self._sums: dict[int, list[Tensor | float]] = {}
         self.number = self._slices.owned.start
         self._begin_slice()
 
-    def _begin_slice(self) -> None:
-        number = self.number
-        # The first addition is that of the running slice, and each further one adds the sum before.
-        into = [into for into, _ in additions_after(number, self._slices)]
-        self._smaller = [self._sums.pop(place) for place in into[:-1]]
-        if into:
-            self._largest = self._sums[into[-1]]
-        else:
-            self._largest = self._lasting.get(number) or self._unused_row()
-            self._sums[number] = self._largest
-        self.adds = bool(into)
-
-    def _unused_row(self) -> BucketRow:
-        return self._spare.pop() if self._spare else self._make_row()
-
-    def place_of(self, slot: int) -> Tensor:
-        """Return the place of a gradient in the largest sum that is complete with the running slice."""
-        return self._largest.views[slot]
-
-    def add(self, slot: int, gradient: Tensor | float) -> None:
-        """Add a gradient of the running slice, or 0.0 for none, to all sums that are complete with it.
-
-        While it is in the caches: none is read again at the end of the slice.
-        """
-        smaller = [row.views[slot] for row in self._smaller]
-        self._add_to(self._largest.views[slot], smaller, gradient)
-
-    @property
-    def flags(self) -> BucketFlags:
-        """Those of the largest sum; of the running slice, unless it `adds`."""
-        return self._largest.flags
-
-    def add_flags(self, flags: Tensor) -> None:
-        """Add the flags of the running slice."""
-        smaller = [row.flags.numbers for row in self._smaller]
-        self._add_to(self.flags.numbers, smaller, flags)
-
-    def _add_to(self, largest: Tensor, smaller: Sequence[Tensor], numbers: Tensor | float) -> None:
-        for each in smaller:
-            numbers = each + numbers  # not in place: gradients of two parameters may share memory
-        if self.adds:
-            largest.add_(numbers)  # also 0.0: -0.0 becomes 0.0, as where zeros are stored and added
-        elif isinstance(numbers, Tensor):
-            largest.copy_(numbers)
-        else:
-            largest.fill_(numbers)
-
     def next_slice(self) -> None:
         """Begin the next slice."""
-        self._spare += self._smaller
         self.number += 1
         self._begin_slice()
+
+    def _begin_slice(self) -> None:
+        # The first addition is that of the running slice, and each further one adds the sum before.
+        into = [into for into, _ in additions_after(self.number, self._slices)]
+        self._smaller = [self._sums.pop(place) for place in into[:-1]]
+        self._is_added = bool(into)
+        largest = into[-1] if into else self.number
+        self._places = self._lasting.get(largest)
+        self._largest = self._sums.setdefault(largest, [0.0] * len(next(iter(self._lasting.values()))))
+
+    def place_of(self, place: int) -> Tensor | None:
+        """Return where in the bucket the sum of a gradient is; None: it is not there."""
+        return None if self._places is None else self._places[place]
+
+    def add(self, place: int, numbers: Tensor | float) -> None:
+        """Add a gradient of the running slice, or 0.0 for none, to all sums that are complete with it.
+
+        Now, while it is in the caches: it is not read again at the end of the slice. It must not be modified later.
+        """
+        # Not in place: the gradients of two parameters may share memory.
+        for each in self._smaller:
+            numbers = each[place] + numbers
+        if self._places is None:
+            self._largest[place] = self._largest[place] + numbers if self._is_added else numbers
+        elif self._is_added:
+            self._places[place].add_(numbers)  # also 0.0: -0.0 becomes 0.0, as where zeros are stored and added
+        elif isinstance(numbers, Tensor):
+            self._places[place].copy_(numbers)
+        else:
+            self._places[place].fill_(numbers)
 
 
 def _slot(flat: Tensor, offset: int, parameter: nn.Parameter) -> Tensor:
