@@ -237,7 +237,7 @@ def _virtual_ranks(plan: FitPlan) -> Iterator[tuple[str, str]]:
     if slices.count > slices.num_ranks:
         how += "; cyxtrain doctor -- COMMAND measures their cost"
     yield "slices", how
-    yield "bits", f"the same on 1 to {slices.count} ranks; not with stops by time, or callbacks that ask for the rank"
+    yield "bits", f"the same on 1 to {slices.count} ranks; not with stops by time, or code that asks for the rank"
 
 
 def _hashes(plan: FitPlan, state: TrainingState) -> Iterator[tuple[str, str]]:

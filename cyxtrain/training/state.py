@@ -393,12 +393,13 @@ class TrainingState(_Fields):
             # Checkpoints of earlier versions have none: then no table is refused.
             self.columns = state.others.get("columns", {})
 
-    def load_file(self, world: World, path: str | os.PathLike[str]) -> None:
-        """Load a checkpoint from a file, with its metadata. All ranks call it; rank 0 reads. Raises as `load`."""
+    def load_file(self, world: World, path: str | os.PathLike[str]) -> CheckpointState:
+        """Load and return a checkpoint, with its metadata. All ranks call it; rank 0 reads. Raises as `load`."""
         state, _ = read_file_on_all(world, path)
         self.load(state, f"checkpoint {path}")
         self.metadata |= state.metadata
         self.complete_fits = self.position.fits
+        return state
 
     def load_values(self, state: CheckpointState, source: str) -> None:
         """Load model, optimizer, scheduler and loss scale from a checkpoint; raise CheckpointError as `load`."""

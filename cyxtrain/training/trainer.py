@@ -219,7 +219,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
 
     @property
     def config(self) -> DistributedTrainingConfig:
-        """Settings of the latest call of `fit`."""
+        """Settings of the latest call of `fit`; `load_checkpoint` restores those of a step, and the batch size."""
         return self._state.config
 
     def enable_gradient_checkpointing(self, *layers: type[nn.Module] | str) -> None:
@@ -396,7 +396,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
         Args:
             X: Inputs, shape (n, ...).
             y: Targets, shape (n, ...).
-            batch_size: Samples at once; None: as in the last fit.
+            batch_size: Samples at once; None: as in the last fit, also that of a loaded checkpoint.
             distributed: Share the work with the other ranks, which must call it too; if they wait in another call,
                 rank 0 does it alone. False: this rank alone.
             sample_weight: How much the loss of each sample counts, shape (n,); None: equally.
@@ -539,7 +539,7 @@ class DistributedTrainer(BatchCalls, NumberLogger):
             CheckpointError: It does not exist, is corrupt, or belongs to another model, optimizer or scheduler.
             ConfigError: A callback calls it.
         """
-        self._state.load_file(self._join("load_checkpoint"), path)
+        self._take_settings(self._state.load_file(self._join("load_checkpoint"), path), f"checkpoint {path}")
 
     def _world_of(self, call: str, *, works_alone: bool, distributed: bool = True) -> World:
         """Join the world, and check that all ranks make the same call; return them, or this rank alone."""

@@ -34,6 +34,7 @@ from cyxtrain.errors import (
     before_raising,
     counted,
     error_from_facts,
+    is_on_all_ranks,
     warn_together_if,
 )
 from cyxtrain.ring import fail, failure_of, is_ring, members_of, raised_failure_of
@@ -491,7 +492,8 @@ def end_group(error: BaseException, *, in_training: bool = False) -> None:
     """End the group because of an error of this rank, and report it to the others, which would wait."""
     # sys.exit() is not an error of this rank.
     ended_well = isinstance(error, SystemExit) and error.code in (None, 0)
-    if not dist.is_initialized() or ended_well:
+    # What all ranks raise, some are about to find out, in a collective that must not end now.
+    if not dist.is_initialized() or ended_well or is_on_all_ranks(error):
         return
     cause: CyxtrainError | str = ": ".join(filter(None, (type(error).__name__, str(error))))
     if in_training:

@@ -36,6 +36,7 @@ class Source(ABC):
     example: Rows  # all samples if they are in memory, otherwise the first ones
     is_whole = False  # whether `example` is all of them
     is_shared = True  # whether the ranks have the same samples, and divide them
+    must_be_shared = False  # whether the fit will refuse samples of each rank's own, so that no warning is needed
     is_in_slices = True  # whether batch i of an evaluation belongs to slice i mod V, of V virtual ranks
     is_numpy = False  # whether predictions for them are NumPy arrays
     batch_size: int | None = None  # rows at once per rank, if the data decide it

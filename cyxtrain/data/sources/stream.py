@@ -135,7 +135,7 @@ class StreamSource(FirstBatchSource):
         if sharded is False:
             self._check_sizes([summary["rows"] for summary in summaries])
         if not self.is_shared:
-            if sharded is None and rank == 0:
+            if sharded is None and rank == 0 and not self.must_be_shared:
                 self._warn_of_own_batches()
             self._seed_as(rank)
         self.batch_size = max(summary["rows"] for summary in summaries)

@@ -28,30 +28,41 @@ def _check_single_rows(model: nn.Module, plan: FitPlan) -> None:
     of samples, ranks and micro-batches, so it is the same on all ranks. SyncBatchNorm computes over all ranks.
     """
     feed = plan.feed
-    ranks = plan.world.size
     norms = [module for module in model.modules() if isinstance(module, torch_compat.BatchNormModule)]
     if not norms or not plan.data.tried.has_one_value_per_row:
         return
-    together = ranks > 1 and len(_layers_together(model, converts=plan.config.sync_batchnorm)) == len(norms)
+    together = plan.world.size > 1 and len(_layers_together(model, converts=plan.config.sync_batchnorm)) == len(norms)
     single = feed.single_row(together=together)
     if single is None:
         return
     rows = counted(single.global_rows, "sample")
+    where, size, instead = _parts_of_steps(plan)
     what = f"a step has {rows}"
-    remedy = "Set a larger batch_size"
+    remedy = f"Set a larger {size}{instead}"
     if single.global_rows == 0:
         what = "the DataLoader's batch_sampler makes a batch of a single sample"
         remedy = "Let it leave that out"
     elif single.is_tail:
         full = f"full ones have {feed.effective_batch_size:,}"
         what = f"the last step of an epoch has {rows} of {plan.data.source.describe()} ({full})"
-        remedy = "Set drop_last=True, or another batch_size"
-    where = f"{counted(ranks, 'rank')} with micro-batches of up to {counted(feed.rows_at_once, 'sample')}"
+        remedy = f"Set drop_last=True, or another {size}"
     one = "all ranks together have a single sample in one" if together else "one is a single sample"
     raise ConfigError(
-        f"{what}, so on {where} {one}: batch norm cannot be trained on one value per channel. {remedy}; "
+        f"{what}, so {where} {one}: batch norm cannot be trained on one value per channel. {remedy}; "
         "or use nn.GroupNorm instead."
     )
+
+
+def _parts_of_steps(plan: FitPlan) -> tuple[str, str, str]:
+    """Return where the samples of a step are, the setting of their number, and what may be changed instead of it."""
+    at_once = counted(plan.feed.rows_at_once, "sample")
+    size = "batch_size"
+    if plan.config.effective_batch_size is not None:
+        size = "effective_batch_size"
+    if not plan.slices.is_virtual:
+        return f"on {counted(plan.world.size, 'rank')} with micro-batches of up to {at_once}", size, ""
+    slices = f"in {counted(plan.slices.count, 'slice')} (virtual_ranks) with up to {at_once} at once"
+    return slices, size, ", or fewer virtual_ranks"
 
 
 def _empty_batch(model: nn.Module, plan: FitPlan) -> EmptyBatch | None:

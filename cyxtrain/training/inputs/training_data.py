@@ -41,6 +41,7 @@ def open_fit(world: World, parse: Callable[[], FitArguments], loss_fn: Any, epoc
     (arguments, sources), facts_by_rank = agree_on(world, open_and_describe)
     config = arguments.config
     training = sources[0]
+    training.must_be_shared = config.virtual_ranks is not None
     with raised_on_all_ranks():
         _reconcile(sources, facts_by_rank, world.rank, config.sharded_data)
         _check_batch_size(training, config)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from cyxtrain.callbacks.callback import Callbacks
-from cyxtrain.config import DistributedTrainingConfig
+from cyxtrain.checkpoint.checkpoint_file import CheckpointState
+from cyxtrain.config import AMPConfig, DistributedTrainingConfig
 from cyxtrain.config.settings import names_checked, require
 from cyxtrain.data.batches.rows import as_rows
 from cyxtrain.data.batches.structure import num_rows
@@ -17,6 +19,7 @@ from cyxtrain.data.rng import generators_kept, seed_generators
 from cyxtrain.data.sources.open import open_source, yields_batches
 from cyxtrain.data.sources.source import Source
 from cyxtrain.metrics.logged import GRAD_NORM, LoggedNumbers
+from cyxtrain.optim.precision import make_loss_scale
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.training.inputs.plan import FitPlan
 from cyxtrain.training.inputs.single_rows import with_batch_norm_checked
@@ -29,10 +32,12 @@ from cyxtrain.training.step.session import Session
 from cyxtrain.world.agreement import agree_on, ending_group_on_error
 from cyxtrain.world.world import World
 
-_KEPT = (
-    *("seed", "on_nonfinite", "clip_norm", "clip_value", "clip_adaptive", "precision", "amp", "sync_batchnorm"),
-    *("fused_optimizer", "float32_precision", "channels_last", "virtual_ranks", "num_threads"),
+_RESTORED = (
+    *("seed", "on_nonfinite", "clip_norm", "clip_value", "clip_adaptive", "precision", "amp", "fused_optimizer"),
+    *("float32_precision", "channels_last", "virtual_ranks", "num_threads"),
 )
+# For sync_batchnorm `fit` changes the model, which `load_checkpoint` does not.
+_KEPT = (*_RESTORED, "sync_batchnorm")
 """The settings of the latest fit that hold for a step outside it."""
 
 
@@ -53,8 +58,9 @@ class BatchCalls(TrainerView, TrainerSteps):
     ) -> Any:
         """Take one step on a batch, in training mode: Keras's call, for your own loop.
 
-        Every rank passes the same batch and trains on its share, as in `fit`. Precision, clipping and other settings of
-        a step are taken from the latest fit. Callbacks are not called, and epochs are not counted.
+        Every rank passes the same batch and trains on its share, as in `fit`. Precision, clipping, `virtual_ranks` and
+        other settings of a step are those of the latest fit, also of a loaded checkpoint's. Callbacks are not called,
+        and epochs are not counted.
 
         Args:
             x: Inputs, one entry per sample, or several by name.
@@ -106,6 +112,19 @@ class BatchCalls(TrainerView, TrainerSteps):
         """
         rows = _rows_of("predict_on_batch", x)
         return self.predict(x, batch_size=-(-rows // (self.config.virtual_ranks or self.get_world_size())))
+
+    def _take_settings(self, saved: CheckpointState, source: str) -> None:
+        """Let calls outside fits use the settings of the latest fit of a checkpoint, named `source`."""
+        # A checkpoint that is older than a setting was made with its default.
+        known = asdict(DistributedTrainingConfig()) | saved.config
+        taken = {name: known[name] for name in (*_RESTORED, "batch_size")}
+        if taken["amp"] is not None:
+            taken["amp"] = AMPConfig(**taken["amp"])
+        config = replace(self._state.config, **taken)
+        scale = make_loss_scale(config)
+        if scale is not None and saved.others.get("loss_scale"):
+            scale.load_state_dict(saved.others["loss_scale"], source)
+        self._state.set(config=config, loss_scale=scale)
 
 
 def _opened(

@@ -133,7 +133,13 @@ test_tails_that_cannot_be_are_refused = refuses(
     (lambda: fit_in_batches(DataLoader(Streamed(), 1)), "Give each of 1 rank at least two samples at once"),
     (
         lambda: fit_in_batches(*make_rows(6), effective_batch_size=3, accumulation_steps=2),
-        "a step has 3 samples, so on 1 rank with micro-batches of up to 2 samples one is a single",
+        "a step has 3 samples, so on 1 rank with micro-batches of up to 2 samples one is a single sample: .* Set a "
+        "larger effective_batch_size; or",
+    ),
+    (
+        lambda: fit_in_batches(*make_rows(6), batch_size=1, virtual_ranks=3),
+        r"a step has 3 samples, so in 3 slices \(virtual_ranks\) with up to 1 sample at once one is a single sample: "
+        ".* Set a larger batch_size, or fewer virtual_ranks; or",
     ),
     (
         lambda: fit_in_batches(*make_rows(5), batch_size=8, drop_last=True),

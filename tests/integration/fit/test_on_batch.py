@@ -136,6 +136,42 @@ def test_a_checkpoint_continues_bit_for_bit(world_size, tmp_path):
     assert all(one == other == outcomes[0][0] for one, other in outcomes)
 
 
+def as_after_the_fit(path: str) -> tuple[list[Any], list[Any]]:
+    """Return what calls after a fit compute, by its trainer and by a new one that loads its checkpoint."""
+    fitted, new = trainer_of(Noisy()), trainer_of(Noisy())
+    settings = {"batch_size": 4, "virtual_ranks": 3, "clip_norm": 0.01, "seed": 7}
+    fitted.fit(*data(), epochs=1, verbose=False, **settings)
+    fitted.save_checkpoint(path)
+    new.load_checkpoint(path)
+    found: list[list[Any]] = []
+    for trainer in (fitted, new):
+        assert {name: getattr(trainer.config, name) for name in settings} == settings
+        numbers = [*trainer.train_on_batch(*data()), *trainer.test_on_batch(*data()), *trainer.evaluate(*data())]
+        found.append([*numbers, *flat(trainer.model.state_dict().values()).tolist()])
+    return found[0], found[1]
+
+
+def test_a_loaded_checkpoint_of_a_fit_with_virtual_ranks_has_the_same_bits_on_any_number_of_ranks(tmp_path):
+    [(alone, loaded)] = everywhere(1, as_after_the_fit, str(tmp_path / "one.ckpt"))
+    assert loaded == alone
+    for ranks in (2, 3):
+        found = everywhere(ranks, as_after_the_fit, str(tmp_path / f"{ranks}.ckpt"))
+        assert found == [(alone, alone)] * ranks
+
+
+def test_a_loaded_checkpoint_of_a_fit_in_fp16_continues_with_its_loss_scale(tmp_path):
+    inputs, targets = make_rows(ROWS)
+    fitted, new = trainer_of(make_model()), trainer_of(make_model())
+    with one_process():
+        fitted.fit(inputs, targets, epochs=1, precision="fp16", amp=cx.AMPConfig(initial_scale=8.0), verbose=False)
+        fitted.save_checkpoint(tmp_path / "half.ckpt")
+        new.load_checkpoint(tmp_path / "half.ckpt")
+        after = [trainer.train_on_batch(inputs, targets) for trainer in (fitted, new)]
+        assert after[0] == after[1]
+    for ours, theirs in zip(new.model.parameters(), fitted.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
 class Doubling(cx.DistributedTrainer):
     def train_step(self, batch: Any) -> Any:
         result = super().train_step(batch)

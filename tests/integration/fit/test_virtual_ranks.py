@@ -19,7 +19,7 @@ import transport_ranks
 from fitting import everywhere, fingerprint, keep_only, run_new_world, run_world, seeded
 from markers import by_night, needs_compiler
 from rank_processes import run_ranks, values
-from refusals import ending, refusal, refuses
+from refusals import ending, refusal, refuses, warning_texts
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -436,6 +436,22 @@ def test_kernels_of_an_accelerator_that_may_differ_are_refused(monkeypatch):
     check_data_and_step(config, data, feed)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     assert "set torch.backends.cudnn.benchmark = False" in refusal(check_data_and_step, config, data, feed)
+
+
+def refused_own_data() -> tuple[str, list[str]]:
+    def own() -> Any:
+        yield torch.full((4, 64), float(cx.get_rank())), torch.zeros(4, dtype=torch.int64)
+
+    trainer = cx.DistributedTrainer(mlp(), "cross_entropy", "sgd")
+    with warning_texts() as texts:
+        words = refusal(trainer.fit, own, epochs=1, virtual_ranks=2, verbose=False)
+    return words, texts
+
+
+def test_data_of_each_rank_s_own_are_refused_without_advice_to_set_sharded_data():
+    for words, texts in everywhere(2, refused_own_data):
+        assert "each rank has its own data: give all ranks the same batches" in words
+        assert texts == []
 
 
 def refused() -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import fake_nccl
 import pytest
 import torch
@@ -98,3 +100,28 @@ def test_a_group_of_pytorchs_own_with_two_backends_ends_with_the_error_too():
 
 def test_without_an_error_all_train_and_leave_as_over_the_ring():
     assert values(run_ranks(2, fit, "well", True)) == values(run_ranks(2, fit_over_the_ring))
+
+
+def leave_with_an_error_of_all():
+    """Rank 0's program ends with an error of all ranks, while the others still exchange what it has received."""
+    caught = None
+    try:
+        with cx.init() as world:
+            rank = world.rank
+            try:
+                cx.DistributedTrainer(make_model(), "cross_entropy").fit(X, Y, virtual_ranks=2, verbose=False)
+            except cx.ConfigError as error:
+                caught = error
+            if rank:
+                time.sleep(0.5)
+                sent = dist.isend(torch.ones(1), 3 - rank)
+                dist.recv(torch.zeros(1), 3 - rank)
+                sent.wait()
+            raise caught
+    except cx.ConfigError as error:
+        return str(error)
+
+
+def test_an_error_of_all_ranks_that_ends_one_program_first_does_not_end_the_group():
+    for words in values(run_ranks(3, leave_with_an_error_of_all, seconds=20)):
+        assert "virtual_ranks=2, and there are 3 ranks" in words
