@@ -15,6 +15,8 @@ FILES = "hashes-*.jsonl"
 _PARTS = ("start", "slices", "average", "end")
 _SHOWN_PLACES = 4
 _VIRTUAL = "the setting virtual_ranks"
+# A rank alone exchanges no gradients.
+_OF_EXCHANGE = ("the size of buckets", "the compression of gradients", "the rank of their approximation")
 _WORDS = {
     "start": "the parameters when step {step:,} begins",
     "slices": "the gradients of step {step:,}, before they are added up",
@@ -215,6 +217,7 @@ def other_differences(first: HashFile, second: HashFile) -> list[str]:
     a = _facts(first.about)
     b = _facts(second.about)
     names = [name for name in (a | b) if a.get(name) != b.get(name)]
+    names = [name for name in names if name not in _OF_EXCHANGE or name in a.keys() & b.keys()]
     return [f"{name}: {brief(a.get(name, '-'))} / {brief(b.get(name, '-'))}" for name in names]
 
 
