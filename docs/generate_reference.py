@@ -183,7 +183,7 @@ ENVIRONMENT = (
         "JSON",
         "set by `cyxtrain replay`",
         "",
-        "The last step to compute again, the checkpoint to begin from, a folder for hashes, and the steps between them.",
+        "The last step to compute again, the checkpoint to begin from, a folder for hashes, and steps between hashes.",
     ),
     (
         "CYXTRAIN_TRIAL",
