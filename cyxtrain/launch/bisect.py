@@ -72,7 +72,7 @@ class Difference(NamedTuple):
         step: The step in which it was found.
         part: "start", "slices", "average" or "end": the first part of the step that differs.
         tensors: Those that differ, by the number of the slice, or of the rank.
-        equal_step: The last step before that both runs have logged, and in which all is equal; None: there is none.
+        equal_step: The last step before it after which all is equal, logged or known; None: there is none.
     """
 
     step: int
@@ -139,8 +139,10 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         raise CheckpointError(f"Cannot read {file}: {reason_of(error)}.") from error
 
 
-def first_difference(first: HashFile, second: HashFile) -> Difference | None:
+def first_difference(first: HashFile, second: HashFile, before: int | None = None) -> Difference | None:
     """Return the first difference of the steps that both runs have logged; None: they are equal.
+
+    All is known to be equal after the step `before`; None: no such step is known.
 
     Raises:
         CheckpointError: They have no step in common.
@@ -148,7 +150,6 @@ def first_difference(first: HashFile, second: HashFile) -> Difference | None:
     common = sorted(first.steps.keys() & second.steps.keys())
     if not common:
         raise CheckpointError(f"A and B have logged no step in common: {first.describe()}; {second.describe()}.")
-    before = None
     for step in common:
         for part in _PARTS:
             found = differing_tensors(first.steps[step], second.steps[step], part)
