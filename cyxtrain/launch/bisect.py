@@ -72,7 +72,7 @@ class Difference(NamedTuple):
         step: The step in which it was found.
         part: "start", "slices", "average" or "end": the first part of the step that differs.
         tensors: Those that differ, by the number of the slice, or of the rank.
-        equal_step: The last step before it after which all is equal, logged or known; None: there is none.
+        equal_step: The last equal step before, logged by both runs or of a checkpoint; None: there is none.
     """
 
     step: int
