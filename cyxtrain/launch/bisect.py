@@ -139,7 +139,7 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         raise CheckpointError(f"Cannot read {file}: {reason_of(error)}.") from error
 
 
-def first_difference(first: HashFile, second: HashFile, before: int | None = None) -> Difference | None:
+def first_difference(first: HashFile, second: HashFile, *, before: int | None = None) -> Difference | None:
     """Return the first difference of the steps that both runs have logged; None: they are equal.
 
     All is known to be equal after the step `before`; None: no such step is known.

@@ -64,7 +64,7 @@ def replay(run: str, step: int, command: Sequence[str], environment: Mapping[str
         print(f"The program ended with exit code {code}, before the end of step {step:,}: nothing is compared.")
         return _NOTHING_COMPARED
     print(f"A  {of_run.describe()}\nB  the same, computed again from {checkpoint or 'scratch'}")
-    return report(first_difference(of_run, again, begin or None), of_run, again)
+    return report(first_difference(of_run, again, before=begin or None), of_run, again)
 
 
 def checkpoint_before(logged: HashFile, step: int) -> Found | None:
