@@ -183,7 +183,7 @@ ENVIRONMENT = (
         "JSON",
         "set by `cyxtrain replay`",
         "",
-        "The step to compute again, the checkpoint to begin from, and a folder for its hashes.",
+        "The last step to compute again, the checkpoint to begin from, a folder for hashes, and steps between hashes.",
     ),
     (
         "CYXTRAIN_TRIAL",

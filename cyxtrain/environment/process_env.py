@@ -21,7 +21,7 @@
                                   rank 0 in its place: only a process of the same user can listen there
     CYXTRAIN_STAGING_DIR          where files wait that are uploaded to a store; default ~/.cache/cyxtrain/staging
     CYXTRAIN_BAR_COLUMNS          how long a progress bar the launcher shows for rank 0 in its terminal; 0: none
-    CYXTRAIN_REPLAY               the step that `cyxtrain replay` computes again, its checkpoint and a folder, as JSON
+    CYXTRAIN_REPLAY               the steps that `cyxtrain replay` computes again, a checkpoint and a folder, as JSON
     CYXTRAIN_TRIAL                the settings of steps that `cyxtrain doctor` times, and a file for it, as JSON
 
 torchrun sets these very names, and they take precedence over a scheduler's (`schedulers.py`).
@@ -228,10 +228,11 @@ class Replay(NamedTuple):
     step: int  # after which the program ends
     checkpoint: str  # where it begins; "": from scratch
     folder: str  # for hashes
+    every: int  # steps between hashes
 
 
 def replay(variables: Variables = ENVIRON) -> Replay | None:
-    """Return the step to compute again; None: `cyxtrain replay` has not started this program."""
+    """Return the steps to compute again; None: `cyxtrain replay` has not started this program."""
     value = variables.get(REPLAY)
     return Replay(*json.loads(value)) if value else None
 

@@ -15,6 +15,8 @@ FILES = "hashes-*.jsonl"
 _PARTS = ("start", "slices", "average", "end")
 _SHOWN_PLACES = 4
 _VIRTUAL = "the setting virtual_ranks"
+# A rank alone exchanges no gradients.
+_OF_EXCHANGE = ("the size of buckets", "the compression of gradients", "the rank of their approximation")
 _WORDS = {
     "start": "the parameters when step {step:,} begins",
     "slices": "the gradients of step {step:,}, before they are added up",
@@ -70,7 +72,7 @@ class Difference(NamedTuple):
         step: The step in which it was found.
         part: "start", "slices", "average" or "end": the first part of the step that differs.
         tensors: Those that differ, by the number of the slice, or of the rank.
-        equal_step: The last step before that both runs have logged, and in which all is equal; None: there is none.
+        equal_step: The last equal step before, logged by both runs or of a checkpoint; None: there is none.
     """
 
     step: int
@@ -137,8 +139,10 @@ def _lines(file: Path) -> Iterator[dict[str, Any]]:
         raise CheckpointError(f"Cannot read {file}: {reason_of(error)}.") from error
 
 
-def first_difference(first: HashFile, second: HashFile) -> Difference | None:
+def first_difference(first: HashFile, second: HashFile, *, before: int | None = None) -> Difference | None:
     """Return the first difference of the steps that both runs have logged; None: they are equal.
+
+    All is known to be equal after the step `before`; None: no such step is known.
 
     Raises:
         CheckpointError: They have no step in common.
@@ -146,7 +150,6 @@ def first_difference(first: HashFile, second: HashFile) -> Difference | None:
     common = sorted(first.steps.keys() & second.steps.keys())
     if not common:
         raise CheckpointError(f"A and B have logged no step in common: {first.describe()}; {second.describe()}.")
-    before = None
     for step in common:
         for part in _PARTS:
             found = differing_tensors(first.steps[step], second.steps[step], part)
@@ -215,6 +218,7 @@ def other_differences(first: HashFile, second: HashFile) -> list[str]:
     a = _facts(first.about)
     b = _facts(second.about)
     names = [name for name in (a | b) if a.get(name) != b.get(name)]
+    names = [name for name in names if name not in _OF_EXCHANGE or name in a.keys() & b.keys()]
     return [f"{name}: {brief(a.get(name, '-'))} / {brief(b.get(name, '-'))}" for name in names]
 
 

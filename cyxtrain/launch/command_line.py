@@ -7,15 +7,15 @@ import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem, get_completion_class
 
 from cyxtrain.environment import uncaught
 from cyxtrain.environment.regular_files import path_or_url, url_of
-from cyxtrain.errors import CheckpointError, ConfigError
-from cyxtrain.launch.starting import files_of, launch, runnable
+from cyxtrain.errors import CheckpointError, ConfigError, CyxtrainError
+from cyxtrain.launch.starting import COUNT, files_of, launch, runnable
 
 if TYPE_CHECKING:
     from cyxtrain.experiment import Experiment
@@ -170,7 +170,7 @@ examples:
 
 Exit code: 0 if all is well, 1 if something is broken.""",
 )
-@click.option("--virtual-ranks", "counts", metavar="V", type=click.IntRange(min=1), multiple=True, help="To measure.")
+@click.option("--virtual-ranks", "counts", metavar="V", type=COUNT, multiple=True, help="To measure.")
 @click.argument("words", nargs=-1, metavar="[-- COMMAND...]", shell_complete=files_of)
 @click.pass_obj
 def doctor(environment: Mapping[str, str], /, counts: tuple[int, ...], words: tuple[str, ...]) -> int:
@@ -210,22 +210,36 @@ def bench() -> int:
     return bench(DistributedConfig.from_environment())
 
 
+class Comparison(click.Command):
+    """A command whose exit code 1 says that two runs differ: errors have 2, as in `cmp` and `diff`."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Return the exit code; print an error."""
+        try:
+            return super().invoke(ctx)
+        except CyxtrainError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+            return _USAGE_ERROR
+
+
 @cyxtrain.command(
+    cls=Comparison,
     short_help="Find where two runs differ first.",
     epilog="""\b
 examples:
   cyxtrain bisect run-1 run-2
   cyxtrain bisect run-1/hashes-0c6a6c02.jsonl run-1/hashes-f31d88e7.jsonl
 
-Exit code: 0 if all hashes are equal, 1 if some differ.""",
+Exit code: 0 if all hashes are equal, 1 if some differ, 2 for a mistake.""",
 )
 @click.argument("first", metavar="A", shell_complete=files_of)
 @click.argument("second", metavar="B", shell_complete=files_of)
 def bisect(first: str, second: str) -> int:
     """Find the first step and tensor in which two runs differ, and what else differs: versions, processors, settings.
 
-    A and B are folders of checkpoints of fits with log_hashes, or files of hashes in them. With log_hashes=1 the step
-    is exact, with 50 within 50 steps.
+    A and B are folders of checkpoints of fits with log_hashes, or files of hashes in them. If a folder has several
+    files, as of a run that was started twice, the newest counts; lines A and B of the output show which. With
+    log_hashes=1 the step is exact, with 50 within 50 steps.
     """
     from cyxtrain.launch.bisect import bisect
 
@@ -233,7 +247,8 @@ def bisect(first: str, second: str) -> int:
 
 
 @cyxtrain.command(
-    short_help="Compute a step of a run again, and compare its bits.",
+    cls=Comparison,
+    short_help="Compute steps of a run again, and compare their bits.",
     epilog="""\b
 examples:
   cyxtrain replay run-1 --step 150 -- python train.py
@@ -242,16 +257,17 @@ examples:
 The program must call fit as in the run, once. It ends after that step; it writes no checkpoints, and its callbacks that
 only write, such as CSVLogger, are left out. Your own callbacks are called.
 
-Exit code: 0 if all bits agree, 1 if some differ, 2 if the program ends before that step.""",
+Exit code: 0 if all bits agree, 1 if some differ, 2 for a mistake, or if the program ends before that step.""",
 )
 @click.argument("run", metavar="RUN", shell_complete=files_of)
-@click.option("--step", metavar="K", type=click.IntRange(min=1), required=True, help="One that the run has logged.")
+@click.option("--step", metavar="K", type=COUNT, required=True, help="One that the run has logged.")
 @click.argument("words", nargs=-1, required=True, metavar="-- COMMAND...", shell_complete=files_of)
 @click.pass_obj
 def replay(environment: Mapping[str, str], /, run: str, step: int, words: tuple[str, ...]) -> int:
-    """Compute a step of a run again from the checkpoint before it, and print whether the bits agree.
+    """Compute a run again from the checkpoint before step K to step K, and compare the bits of each logged step.
 
-    RUN is the folder of checkpoints of a fit with log_hashes. With virtual_ranks, the number of ranks may differ.
+    RUN is the folder of checkpoints of a fit with log_hashes, in which the newest file of hashes counts, or such a
+    file. With virtual_ranks, the number of ranks may differ.
     """
     from cyxtrain.launch.replay import replay
 

@@ -1,8 +1,9 @@
-"""Compute a step of a run again from the checkpoint before it, and compare the bits."""
+"""Compute the steps of a run again from a checkpoint on, and compare the bits."""
 
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,11 +14,11 @@ from cyxtrain.environment import process_env
 from cyxtrain.errors import CheckpointError, ConfigError, reason_of
 from cyxtrain.launch.bisect import HashFile, first_difference, read_hashes, report
 
-_NO_HASHES = 2
+_NOTHING_COMPARED = 2
 
 
 def replay(run: str, step: int, command: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Run a training program from the checkpoint before a `step` to its end, and print whether its hashes are the same.
+    """Run a training program from the checkpoint before a `step` to its end, and compare each logged step on the way.
 
     The program's `fit` loads that checkpoint, or starts from scratch if there is none. It writes no checkpoints, leaves
     out callbacks that only write, and ends the program after the step.
@@ -29,7 +30,7 @@ def replay(run: str, step: int, command: Sequence[str], environment: Mapping[str
         environment: Of the program.
 
     Returns:
-        The exit code: 0 if all bits agree, 1 if some differ, 2 if the program has ended before the step.
+        The exit code: 0 if all bits agree, 1 if some differ, 2 if the program ended before the step.
 
     Raises:
         CheckpointError: The run has no hashes.
@@ -48,8 +49,9 @@ def replay(run: str, step: int, command: Sequence[str], environment: Mapping[str
     if found is not None:
         checkpoint = found.where
         begin = int(found.position["step"])
+    of_run = HashFile(logged.path, {each: line for each, line in logged.steps.items() if begin < each <= step})
     with tempfile.TemporaryDirectory(prefix="cyxtrain-replay-") as folder:
-        wanted = process_env.Replay(step, checkpoint, folder)
+        wanted = process_env.Replay(step, checkpoint, folder, math.gcd(*of_run.steps))
         try:
             code = subprocess.call(command, env={**environment, process_env.REPLAY: json.dumps(wanted)})
         except OSError as error:
@@ -57,14 +59,12 @@ def replay(run: str, step: int, command: Sequence[str], environment: Mapping[str
         try:
             again = read_hashes(folder)
         except CheckpointError:
-            print(f"The program ended with exit code {code}, before the end of step {step:,}: nothing is compared.")
-            return _NO_HASHES
-    print(f"A  step {step:,} of {logged.path}\nB  the same, computed again from {checkpoint or 'scratch'}")
-    of_run = HashFile(logged.path, {step: logged.steps[step]})
-    difference = first_difference(of_run, again)
-    if difference is not None:
-        difference = difference._replace(equal_step=begin)
-    return report(difference, of_run, again)
+            again = HashFile(logged.path, {})
+    if step not in again.steps:
+        print(f"The program ended with exit code {code}, before the end of step {step:,}: nothing is compared.")
+        return _NOTHING_COMPARED
+    print(f"A  {of_run.describe()}\nB  the same, computed again from {checkpoint or 'scratch'}")
+    return report(first_difference(of_run, again, before=begin or None), of_run, again)
 
 
 def checkpoint_before(logged: HashFile, step: int) -> Found | None:

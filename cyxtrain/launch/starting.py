@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ from cyxtrain.launch.local import Start, run_ranks
 from cyxtrain.workers.machine import cores_per_rank, ranks_by_cores
 
 _PORT = "29500"
+_SECONDS = f"a number of seconds above 0 and up to {threading.TIMEOUT_MAX:,.0f}"
 
 _HELP = """\b
 examples:
@@ -83,6 +84,21 @@ def files_of(context: click.Context, parameter: click.Parameter, incomplete: str
     return [CompletionItem(incomplete, type="file")]
 
 
+def _number(kind: click.IntRange | click.FloatRange, words: str) -> Callable[[Any], float]:
+    """Return a type of options whose errors describe its numbers in words: click has "integer range" and "x>=1"."""
+
+    def convert(value: Any) -> float:
+        try:
+            return kind.convert(value, None, None)
+        except click.BadParameter:
+            raise click.BadParameter(f"{value!r} is not {words}") from None
+
+    return convert
+
+
+COUNT = _number(click.IntRange(min=1), "a whole number of at least 1")
+
+
 class NumberFirst(click.Command):
     """A command whose first argument may be the number of ranks."""
 
@@ -121,14 +137,14 @@ class NumberFirst(click.Command):
 @click.option(
     "--restarts",
     metavar="N",
-    type=click.IntRange(min=0),
+    type=_number(click.IntRange(min=0), "a whole number of at least 0"),
     default=0,
     help="Restart all ranks up to N times after a failure.",
 )
 @click.option(
     "--grace",
     metavar="SECONDS",
-    type=click.FloatRange(min=0, max=threading.TIMEOUT_MAX, min_open=True),
+    type=_number(click.FloatRange(min=0, max=threading.TIMEOUT_MAX, min_open=True), _SECONDS),
     help="Seconds between a request to stop and the kill.  [default: CYXTRAIN_GRACE_SECONDS, or 25]",
 )
 @click.option("--logs", metavar="DIR", type=click.Path(path_type=Path), help="Also write each rank's output to a file.")

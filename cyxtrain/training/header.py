@@ -232,12 +232,12 @@ def _virtual_ranks(plan: FitPlan) -> Iterator[tuple[str, str]]:
     if not slices.is_virtual:
         return
     counts = sorted({slices.count // slices.num_ranks, -(-slices.count // slices.num_ranks)})
-    of_each = " or ".join(map(str, counts))
+    of_each = " or ".join(f"{count:,}" for count in counts)
     how = f"{counted(slices.count, 'slice')} on {counted(slices.num_ranks, 'rank')}, {of_each} on each"
     if slices.count > slices.num_ranks:
         how += "; cyxtrain doctor -- COMMAND measures their cost"
     yield "slices", how
-    yield "bits", f"the same on 1 to {slices.count} ranks; not with stops by time, or code that asks for the rank"
+    yield "bits", f"the same on 1 to {slices.count:,} ranks; not with stops by time, or code that asks for the rank"
 
 
 def _hashes(plan: FitPlan, state: TrainingState) -> Iterator[tuple[str, str]]:

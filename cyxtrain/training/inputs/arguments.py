@@ -310,7 +310,7 @@ def _with_checkpoint(
     replay = process_env.replay()
     if replay is None:
         return settings, path
-    own = {**_REPLAY, "log_hashes": replay.step, "checkpoint_dir": replay.folder}
+    own = {**_REPLAY, "log_hashes": replay.every, "checkpoint_dir": replay.folder}
     return dataclasses.replace(settings, **own), replay.checkpoint or None
 
 

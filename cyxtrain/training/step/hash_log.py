@@ -47,17 +47,17 @@ class HashLog:
     all_gathers, of 15 bytes per hash. Other steps cost nothing.
 
     Args:
-        ends_program: Whether the program ends after the first such step, as `cyxtrain replay` asks for.
+        last_step: The step after which the program ends, for `cyxtrain replay`; None: it does not end.
     """
 
     def __init__(
-        self, every: int, path: Path, state: TrainingState, ddp: DistributedDataParallel, *, ends_program: bool
+        self, every: int, path: Path, state: TrainingState, ddp: DistributedDataParallel, *, last_step: int | None
     ) -> None:
         self._every = every
         self._path = path
         self._state = state
         self._ddp = ddp
-        self._ends_program = ends_program
+        self._last_step = last_step
         self._file: TextIO | None = None  # on rank 0
         self._about: dict[str, Any] = {}
         self._names: list[str] = []
@@ -124,7 +124,7 @@ class HashLog:
         average = by_slice.pop(ALL_SLICES, [])
         own = {"start": start, "slices": by_slice, "average": average, "end": self._hashes_of_state()}
         self._write_step(step, self._ddp.world.gather_json(own))
-        if self._ends_program:
+        if step == self._last_step:
             # No rank ends before rank 0 has written the line.
             self._ddp.world.gather("")
             raise on_all_ranks(SystemExit(0))
@@ -168,7 +168,9 @@ def make_hash_log(
     if config.log_hashes is None:
         return None
     path = hashes_file(config, state.run)
-    return HashLog(config.log_hashes, path, state, ddp, ends_program=process_env.replay() is not None)
+    replay = process_env.replay()
+    last_step = None if replay is None else replay.step
+    return HashLog(config.log_hashes, path, state, ddp, last_step=last_step)
 
 
 def _opened(path: Path) -> TextIO:

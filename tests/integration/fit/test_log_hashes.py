@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 from fitting import everywhere, fingerprint, keep_only, make_rows, seeded
+from launching import call_command_line
 from torch import Tensor, nn
 from worlds import child_environment
 
@@ -160,7 +162,7 @@ def test_runs_on_1_and_3_ranks_are_equal_and_what_else_differs_is_shown(tmp_path
     out = capsys.readouterr().out
     assert f"{STEPS} steps from 1 to {STEPS}, on 1 rank\n" in out
     assert f"equal: all hashes of {STEPS} steps, of 4 tensors\n" in out
-    assert "  the number of ranks: 1 / 3\n" in out
+    assert out.endswith("\nWhat else differs (A / B):\n  the number of ranks: 1 / 3\n")
     lines = [json.loads(line) for line in next((tmp_path / "three").glob("hashes-*")).read_text().splitlines()]
     assert lines[0]["tensors"] == TENSORS
     assert lines[0]["ranks"][2]["the processor"]
@@ -242,7 +244,8 @@ def test_a_step_is_computed_again_on_another_number_of_ranks(tmp_path, monkeypat
     out = capsys.readouterr().out
     origin = f"{tmp_path / 'run' / 'step-00000004.ckpt'}" if begins else "scratch"
     assert f"B  the same, computed again from {origin}\n" in out
-    assert "equal: all hashes of 1 step, of 4 tensors\n" in out
+    compared = "1 step" if begins else "5 steps"
+    assert f"equal: all hashes of {compared}, of 4 tensors\n" in out
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == files
     assert not (tmp_path / "log.csv").exists()
 
@@ -258,6 +261,34 @@ def test_replay_tells_which_run_has_departed(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "different: the parameters when step 6 begins\n  rank 0: 3.weight\n" in out
     assert "All is equal after step 4: the difference arises in step 5." in out
+
+
+@pytest.mark.parametrize(
+    ("step", "settings", "compared", "found"),
+    [
+        (
+            4,
+            {"checkpoint_every_n_steps": 2},
+            "4 steps from 3 to 6",
+            "different: the gradients of step 4, before they are added up\n  slice 6: 3.weight\n",
+        ),
+        (
+            5,
+            {"log_hashes": 2},
+            "3 steps from 2 to 6",
+            "All is equal after step 4: the difference arises in step 5.\n",
+        ),
+    ],
+)
+def test_replay_compares_each_logged_step_after_the_checkpoint(
+    tmp_path, monkeypatch, capsys, step, settings, compared, found
+):
+    run = logged(tmp_path / "run", 2, Flip("gradient", step, 1, 6, 2, 20), **settings)
+    keep_only(tmp_path / "run", 2)
+    assert replayed(monkeypatch, run, 6, 1) == 1
+    out = capsys.readouterr().out
+    assert f".jsonl: {compared}, on 2 ranks\nB  the same" in out
+    assert found in out
 
 
 @pytest.mark.nightly
@@ -287,6 +318,31 @@ def test_replay_refuses_steps_that_were_not_logged_and_names_a_program_that_ends
     monkeypatch.setattr(subprocess, "call", lambda command, env: 3)
     assert replay(run, 2, ["python", "train.py"], {}) == 2
     assert "The program ended with exit code 3, before the end of step 2" in capsys.readouterr().out
+
+
+def test_a_mistake_has_exit_code_2_and_a_difference_1(tmp_path, capsys):
+    first = logged(tmp_path / "a", 1, log_hashes=2)
+    second = logged(tmp_path / "b", 1, log_hashes=2, seed=7)
+    program = ["--", "no-such-program"]
+    for words, code, error in (
+        (["bisect", first, first], 0, ""),
+        (["bisect", first, second], 1, ""),
+        (["bisect", first, "nowhere"], 2, "CheckpointError: Cannot read nowhere: No such file or directory.\n"),
+        (["replay", first, "--step", "3", *program], 2, "ConfigError: .* has no hashes of step 3\\."),
+        (["replay", first, "--step", "4", *program], 2, "ConfigError: cannot start 'no-such-program': No such file"),
+    ):
+        assert call_command_line(words, dict(os.environ)) == code, words
+        assert re.match(error or "$", capsys.readouterr().err), words
+
+
+def test_the_newest_file_of_a_folder_counts(tmp_path, capsys):
+    folder = logged(tmp_path / "run", 1)
+    (older,) = (tmp_path / "run").glob("hashes-*")
+    logged(tmp_path / "run", 1, seed=7)
+    (newer,) = {*(tmp_path / "run").glob("hashes-*")} - {older}
+    assert bisect(folder, str(newer)) == 0
+    assert f"A  {newer}: " in capsys.readouterr().out
+    assert bisect(folder, str(older)) == 1
 
 
 PROGRAM = """
@@ -322,7 +378,7 @@ def test_replay_of_a_program_on_processes_of_its_own(tmp_path):
         done = run("-m", "cyxtrain", "replay", "run", "--step", "7", "--", *command)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "step-00000004.ckpt" in done.stdout
-        assert "equal: all hashes of 1 step, of 4 tensors" in done.stdout
+        assert "equal: all hashes of 3 steps, of 4 tensors" in done.stdout
         assert "the fit is complete" not in done.stdout
 
 

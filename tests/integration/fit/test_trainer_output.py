@@ -163,6 +163,13 @@ def test_the_header_names_one_epoch_and_a_list(capsys):
     assert "data       20 samples of a list, in their own order\n" in shown
 
 
+def test_the_header_separates_thousands_of_virtual_ranks():
+    with one_process():
+        shown, _ = fit_shown(virtual_ranks=1000, batch_size=1, max_steps=1, validation_data=None)
+    assert "slices     1,000 slices on 1 rank, 1,000 on each" in shown
+    assert "bits       the same on 1 to 1,000 ranks;" in shown
+
+
 @contextlib.contextmanager
 def terminal(columns: int) -> Iterator[Callable[[], str]]:
     """Makes standard output a terminal; what is called afterwards returns all that came out of it."""

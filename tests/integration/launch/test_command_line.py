@@ -226,6 +226,8 @@ def test_settings_are_shown_with_all_that_decides_them(tmp_path, monkeypatch):
         (["fit"], "cyxtrain fit: Missing argument 'CONFIG'", 2),
         (["fit", CONFIG, "--resum", "auto"], "cyxtrain fit: No such option '--resum'. Did you mean", 2),
         (["fti", CONFIG], r"cyxtrain: No such command 'fti'", 2),
+        (["replay", "run", "--step", "x"], "cyxtrain replay: .*'--step': 'x' is not a whole number of at least 1", 2),
+        (["doctor", "--virtual-ranks", "0"], ".*'--virtual-ranks': '0' is not a whole number of at least 1", 2),
         by_night(["completion", "tcsh"], "cyxtrain completion: Invalid value", 2),
     ],
 )
