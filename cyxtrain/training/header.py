@@ -336,4 +336,6 @@ def _product_precision(device: torch.device, requested: str | None) -> str:
     """Return the precision of float32 matrix products, whichever of PyTorch's two settings decides it."""
     backend = torch.backends.cuda.matmul if device.type == "cuda" else torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     with float32_products(requested):
-        return str(backend.fp32_precision)
+        found = str(backend.fp32_precision)
+    # Both are that of float32: "ieee" where it was set, if only to what it is anyway.
+    return "none" if found == "ieee" else found

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fitting import adam, make_model, make_rows, one_process, run_world
 from markers import by_night
-from torch import nn
+from torch import Tensor, nn
 
 import cyxtrain as cx
 from cyxtrain.progress.display import CellDisplay, CellText
@@ -35,10 +35,10 @@ def trainer_of(model: nn.Module | None = None, loss_fn: Any = "cross_entropy") -
     return cx.DistributedTrainer(model, loss_fn, adam(model))
 
 
-def fit_shown(**keywords: Any) -> tuple[str, dict[str, Any]]:
+def fit_shown(rows: tuple[Tensor, Tensor] = ROWS, **keywords: Any) -> tuple[str, dict[str, Any]]:
     """Returns what a fit prints where there is no terminal, and its history."""
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(out):
-        history = trainer_of().fit(*ROWS, **{"epochs": 2, "batch_size": 4, "validation_data": VALIDATION} | keywords)
+        history = trainer_of().fit(*rows, **{"epochs": 2, "batch_size": 4, "validation_data": VALIDATION} | keywords)
     return out.getvalue(), history.to_dict()
 
 
@@ -165,7 +165,7 @@ def test_the_header_names_one_epoch_and_a_list(capsys):
 
 def test_the_header_separates_thousands_of_virtual_ranks():
     with one_process():
-        shown, _ = fit_shown(virtual_ranks=1000, batch_size=1, max_steps=1, validation_data=None)
+        shown, _ = fit_shown(make_rows(1000), virtual_ranks=1000, batch_size=1, max_steps=1, validation_data=None)
     assert "slices     1,000 slices on 1 rank, 1,000 on each" in shown
     assert "bits       the same on 1 to 1,000 ranks;" in shown
 
