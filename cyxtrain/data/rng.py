@@ -73,22 +73,25 @@ def _numpy_copy() -> MT19937:
 
 
 class Generators:
-    """The generators of the CPU in this process, and the data's `others`, to be put back in place later.
+    """The generators of this process and of a device, and the data's `others`, to be put back in place later.
 
     NumPy's is kept itself, not its state: another must take its place before anything is drawn.
     """
 
-    def __init__(self, others: Sequence[torch.Generator] = ()) -> None:
+    def __init__(self, others: Sequence[torch.Generator] = (), device: torch.device = CPU) -> None:
         self.python = random.getstate()
         self.cpu = torch.default_generator.get_state()
         self._numpy = get_bit_generator()
         self._numpy_state = _numpy_state(self._numpy)
         self._others = [(generator, generator.get_state()) for generator in others]
+        self._device = device
+        self._of_device = _device_state(device)
 
     def use(self) -> None:
         """Put them in place."""
         random.setstate(self.python)
         torch.default_generator.set_state(self.cpu)
+        _set_device_state(self._of_device, self._device)
         set_bit_generator(self._numpy)  # which forgets the normal number
         if self._numpy_state["has_gauss"]:
             np.random.set_state({**self._numpy_state, **self._numpy.state})
@@ -112,9 +115,9 @@ def _numpy_state(generator: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def generators_apart(others: Sequence[torch.Generator] = ()) -> Iterator[Generators]:
-    """Put the generators of the CPU back in place afterwards. Put others in place before anything is drawn."""
-    found = Generators(others)
+def generators_apart(others: Sequence[torch.Generator] = (), device: torch.device = CPU) -> Iterator[Generators]:
+    """Put the generators back in place afterwards. Put another NumPy's in place before anything is drawn."""
+    found = Generators(others, device)
     try:
         yield found
     finally:
@@ -245,11 +248,8 @@ def set_generators(states: Mapping[str, Any], device: torch.device) -> None:
 
 
 def _get_states(device: torch.device) -> States:
-    own = None
-    if accelerator.is_accelerator(device):
-        with _on(device) as module:
-            own = module.get_rng_state()
-    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state(), own
+    numpy_state = np.random.get_state(legacy=False)
+    return random.getstate(), numpy_state, torch.default_generator.get_state(), _device_state(device)
 
 
 def _set_states(states: States, device: torch.device) -> None:
@@ -257,9 +257,22 @@ def _set_states(states: States, device: torch.device) -> None:
     random.setstate(python)
     np.random.set_state(numpy_state)
     torch.default_generator.set_state(cpu)
-    if own is not None and accelerator.is_accelerator(device):
+    _set_device_state(own, device)
+
+
+def _device_state(device: torch.device) -> torch.Tensor | None:
+    """Return the state of an accelerator's generator; None for the CPU."""
+    if not accelerator.is_accelerator(device):
+        return None
+    with _on(device) as module:
+        state: torch.Tensor = module.get_rng_state()
+    return state
+
+
+def _set_device_state(state: torch.Tensor | None, device: torch.device) -> None:
+    if state is not None and accelerator.is_accelerator(device):
         with _on(device) as module:
-            module.set_rng_state(own)
+            module.set_rng_state(state)
 
 
 def _from_hex(digits: str) -> torch.Tensor:

@@ -92,6 +92,7 @@ class PartialSums:
 
     def __init__(self, slices: Slices, rows: Sequence[BucketRow]) -> None:
         self._slices = slices
+        self._num_places = len(rows[0].views) + 1
         self._lasting = {
             number: [*row.views, row.flags.numbers] for number, row in zip(rows_of(slices), rows, strict=True)
         }
@@ -115,7 +116,7 @@ class PartialSums:
         self._is_added = bool(into)
         largest = into[-1] if into else self.number
         self._places = self._lasting.get(largest)
-        self._largest = self._sums.setdefault(largest, [0.0] * len(next(iter(self._lasting.values()))))
+        self._largest = self._sums.setdefault(largest, [0.0] * self._num_places)
 
     def place_of(self, place: int) -> Tensor | None:
         """Return where in the bucket the sum of a gradient is; None: it is not there."""

@@ -48,7 +48,6 @@ class Reducer:
     Of a rank's slices, each ends with a backward; the last one of a step launches.
     """
 
-    _slices_ended = 0  # in the running step
     _moved: nn.Parameter | None = None  # the latest whose gradient is in a bucket
 
     def __init__(
@@ -219,7 +218,6 @@ class Reducer:
     def discard(self) -> None:
         """Forget what has accumulated, and was not averaged."""
         self.unsynced = False
-        self._slices_ended = 0
 
     def synchronize(self, world: World, *, absent: bool = False, refuses_unused: bool = False) -> None:
         """Average what has accumulated in `.grad`, or add up a slice of it; one that is `absent` has no samples: zeros.
@@ -259,7 +257,7 @@ class Reducer:
 
     @property
     def _is_in_last_slice(self) -> bool:
-        return self._slices_ended == len(self._slices.owned) - 1
+        return self.next_sync.slices_ended == len(self._slices.owned) - 1
 
     def _release(self, parameter: nn.Parameter | None) -> None:
         """Free the gradient that was taken before this one: no hook looks at it any more, and its memory is hot."""
@@ -288,7 +286,7 @@ class Reducer:
         """Begin a synchronisation, unless an earlier slice of the step has."""
         self._absent = False
         self._moved = None
-        if self._slices_ended:
+        if self.next_sync.slices_ended:
             return
         self.flags.read()  # of the previous synchronisation, if they are still on their way
         for bucket in self._buckets:
@@ -326,7 +324,6 @@ class Reducer:
         finally:
             self._current_run = None
             self._versions = None
-            self._slices_ended = 0
             self.next_sync = Synchronization()
         self.unsynced = False
         self.flags.end_synchronization(flags_by_bucket, unused, refuses_unused=refuses_unused)
@@ -340,7 +337,6 @@ class Reducer:
             bucket.fill()
             bucket.end_slice(self.next_sync, absent=self._absent)
             bucket.next_slice()
-        self._slices_ended += 1
         self.next_sync.end_slice()
         self.unsynced = False
         for parameter in self._trained:

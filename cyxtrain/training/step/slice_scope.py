@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
+from numpy.random.mtrand import set_bit_generator  # type checkers miss numpy.random's
 
 from cyxtrain.data.batches.batch import Part, Share
-from cyxtrain.data.rng import generators_kept, seed_generators
+from cyxtrain.data.rng import MT19937, generators_apart, seed_generators
 from cyxtrain.metrics.logged import LoggedNumbers
 from cyxtrain.parallel import DistributedDataParallel
 from cyxtrain.parallel.consistency.slice_buffers import SliceBuffers
@@ -33,6 +34,7 @@ class SliceScope:
         self._device = device
         self.slices = ddp.slices if ddp.slices.is_virtual else None
         self._buffers: SliceBuffers | None = None
+        self._numpy = MT19937(0)  # `enter` seeds it
 
     @property
     def rows(self) -> int:
@@ -49,7 +51,8 @@ class SliceScope:
         if self.slices is None:
             yield
             return
-        with generators_kept(self._device):
+        with generators_apart(device=self._device):
+            set_bit_generator(self._numpy)
             try:
                 yield
             finally:

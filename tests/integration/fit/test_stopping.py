@@ -114,7 +114,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_and_the_fit_can_be_resumed(
     whole = run_world(world_size, fit, str(tmp_path / "whole"), {}, {})
     steps = -(-ROWS // (BATCH * world_size))
     draw = random.Random(world_size)
-    moments = [(True, steps), (True, draw.randrange(2, 3 * steps)), (False, 3), (True, 1), (True, 3 * steps)]
+    moments = [(True, steps), (True, draw.randrange(2, 3 * steps)), (False, 1), (True, 1), (True, 3 * steps)]
     folders = {moment: tmp_path / f"{number}-{moment}" for moment in moments[:count]}
     for moment, folder in folders.items():
         struck = {draw.randrange(world_size): {moment: functools.partial(strike, number)}}
