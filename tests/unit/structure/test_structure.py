@@ -27,7 +27,7 @@ from tests.structure import (
 )
 
 ROOT = Path(__file__).resolve().parents[3]
-LINE_BUDGET = 57_125
+LINE_BUDGET = 57_110
 """Lines of the package. A new capability pays for itself, or raises this with a line in CHANGELOG.md."""
 MOST_FILES = 14
 
